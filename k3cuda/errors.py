@@ -1,0 +1,92 @@
+"""Every error a user can meet. Each carries the exit code of the command line and a hint: the way out."""
+
+
+class K3Error(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        message: what was found and what was wanted.
+        hint: the way out, one sentence, or "" where the message already is one.
+
+    Attributes:
+        code: exit code of the command line (docs/cli.md lists them).
+    """
+
+    code = 1
+
+    def __init__(self, message: str, hint: str = ""):
+        super().__init__(message)
+        self.message, self.hint = message, hint
+
+    def __str__(self):
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+
+class UsageError(K3Error):
+    """A flag, argument or request field that no model could satisfy."""
+
+    code = 2
+
+
+class RequestError(UsageError):
+    """A conversation or request that cannot be rendered; `name` is stable and meant for programs."""
+
+    def __init__(self, name: str, message: str, hint: str = ""):
+        super().__init__(message, hint)
+        self.name = name
+
+
+class ConfigError(K3Error):
+    """config.json describes a model we do not run, or one that cannot be cut as asked."""
+
+    code = 3
+
+
+class CheckpointError(K3Error):
+    """Files missing, damaged or not matching the config. `findings` lists every problem of one run."""
+
+    code = 3
+
+    def __init__(self, message: str, hint: str = "", findings=()):
+        super().__init__(message, hint)
+        self.findings = tuple(findings)
+
+
+class OutOfMemory(K3Error):
+    """Not enough GPU memory, host memory or disk."""
+
+    code = 4
+
+
+class DeviceError(K3Error):
+    """No usable GPU, driver too old, architecture unsupported, NVRTC or NCCL missing."""
+
+    code = 5
+
+
+class PromptTooLong(K3Error):
+    """A prompt that is empty or does not fit the context."""
+
+    code = 6
+
+
+class NumericalError(K3Error):
+    """A row of logits that is not finite: nothing can be sampled from it."""
+
+    code = 7
+
+
+class RankDied(K3Error):
+    """A rank ended without saying why."""
+
+    code = 9
+
+
+class PlanError(K3Error):
+    """The description tables contradict themselves: a bug of ours, never of the user."""
+
+
+class Aborted(K3Error):
+    """The request was stopped from outside before it ended."""
+
+    code = 130

@@ -1,0 +1,128 @@
+"""The ordered operations of a step: which stage at which layer, and what each must wait for."""
+from dataclasses import dataclass
+
+from . import buffers, weights
+from .config import K3Config
+from .errors import PlanError
+from .stages import STAGES, Stage, runs_in
+
+OUTPUTS = ("logits",)
+_LAYERED = ("num_kda_layers", "num_mla_layers")  # a buffer whose first axis is one of these has a part for each such layer
+
+
+@dataclass(frozen=True)
+class Op:
+    """A stage at a layer (None before and after the layers).
+
+    `kind_index` counts the layers of one attention kind: where the stage finds its layer in buffers that have one.
+    `num_blocks` is how many AttnRes snapshots exist when it starts.
+    `waits` are the positions in `Plan.ops` (or `.commit`) that it must follow; what they imply is left out.
+    `phase` is 0, or one more than the highest phase it waits for: operations of one phase need no barrier between them.
+    """
+
+    stage: Stage
+    layer: int | None
+    kind_index: int
+    num_blocks: int
+    waits: tuple[int, ...] = ()
+    phase: int = 0
+
+    def __str__(self):
+        return self.stage.name if self.layer is None else f"{self.stage.name} (layer {self.layer})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`ops` of one step on each of `tp` ranks, in an order that satisfies every wait, and those of its `commit`."""
+
+    cfg: K3Config
+    tp: int
+    ops: tuple[Op, ...]
+    commit: tuple[Op, ...]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """With one rank there is nothing to exchange: target of each collective -> the buffer that is the same memory."""
+        return {m.target: m.source for s in STAGES for m in s.moves} if self.tp == 1 else {}
+
+
+def build_plan(cfg: K3Config, tp: int = 1) -> Plan:
+    """Orders the stages for a model cut over `tp` ranks and derives every wait.
+
+    Raises ConfigError if the model cannot be cut so, PlanError if the tables contradict themselves.
+    """
+    weights.check_tp(cfg, tp)
+    stages = [s for s in STAGES if tp > 1 or not s.moves]
+    ops, commit, kinds, blocks = [], [], {True: 0, False: 0}, 0
+    ops += [Op(s, None, 0, blocks) for s in stages if s.where == "start"]
+    for layer in range(cfg.num_hidden_layers):
+        kda = cfg.is_kda(layer)
+        for stage in stages:
+            if runs_in(stage, cfg, layer):
+                (commit if stage.where == "commit" else ops).append(Op(stage, layer, kinds[kda], blocks))
+                blocks += stage.where == "snapshot"
+        kinds[kda] += 1
+    ops += [Op(s, None, 0, blocks) for s in stages if s.where == "end"]
+    plan = Plan(cfg, tp, tuple(ops), tuple(commit))
+    validate(plan)
+    return Plan(cfg, tp, _with_waits(ops, plan.aliases), _with_waits(commit, plan.aliases))
+
+
+def instance(name: str, op: Op) -> tuple:
+    """What two operations share if they touch the same memory: a buffer, or the part of it that belongs to a layer."""
+    layered = buffers.BY_NAME[name].shape[0] in _LAYERED
+    return (name, op.kind_index) if layered else (name,)
+
+
+def _with_waits(ops: list[Op], aliases: dict[str, str]) -> tuple[Op, ...]:
+    last_write, readers, out = {}, {}, []
+    before: list[int] = []  # for each operation the set of all it follows, as bits
+    for i, op in enumerate(ops):
+        reads = {instance(aliases.get(n, n), op) for n in op.stage.inputs}
+        writes = {instance(aliases.get(n, n), op) for n in op.stage.outputs}
+        direct = {last_write[b] for b in reads | writes if b in last_write}
+        direct |= {r for b in writes for r in readers.get(b, ())}
+        implied = 0
+        for w in direct:
+            implied |= before[w]
+        waits = tuple(sorted(w for w in direct if not implied >> w & 1))
+        before.append(implied | sum(1 << w for w in direct))
+        for b in reads - writes:
+            readers.setdefault(b, []).append(i)
+        for b in writes:
+            last_write[b], readers[b] = i, []
+        phase = 1 + max((out[w].phase for w in waits), default=-1)
+        out.append(Op(op.stage, op.layer, op.kind_index, op.num_blocks, waits, phase))
+    return tuple(out)
+
+
+def validate(plan: Plan) -> None:
+    """Raises PlanError where a stage names what does not exist, reads what nothing wrote, or leaves something unused."""
+    written = {(b.name,) for b in buffers.BUFFERS if b.life == "input"}
+    used_weights, read, produced = set(), set(), {}
+    for op in plan.ops + plan.commit:
+        for name in op.stage.inputs + op.stage.outputs:
+            if name not in buffers.BY_NAME:
+                raise PlanError(f"stage {op} names buffer {name!r}, which no table has")
+        for name in op.stage.weights:
+            if name not in weights.BY_NAME or not weights.exists_in(weights.BY_NAME[name], plan.cfg, op.layer):
+                raise PlanError(f"stage {op} names weight {name!r}, which its layer does not have")
+            used_weights.add((name, op.layer))
+        for name in op.stage.inputs:
+            part = instance(plan.aliases.get(name, name), op)
+            # An update of res_blocks writes the first snapshot: nothing is read there before.
+            first_snapshot = name == "res_blocks" and op.num_blocks == 0
+            if part not in written and buffers.BY_NAME[name].life != "session" and not first_snapshot:
+                raise PlanError(f"stage {op} reads {name!r} before any stage writes it")
+            read.add(part)
+        for name in op.stage.outputs:
+            part = instance(plan.aliases.get(name, name), op)
+            written.add(part)
+            produced[part] = op
+    for part, op in produced.items():
+        if part not in read and part[0] not in OUTPUTS + tuple(plan.aliases.get(n, n) for n in OUTPUTS):
+            raise PlanError(f"nothing reads {part[0]!r}, which stage {op} writes")
+    for layer in (None, *range(plan.cfg.num_hidden_layers)):
+        for w in weights.layer_weights(plan.cfg, layer):
+            if (w.name, layer) not in used_weights:
+                raise PlanError(f"no stage uses weight {w.name!r} of layer {layer}")

@@ -33,7 +33,7 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("row_slot", "rows", "i32", "input", "slot whose sequence the row belongs to; rows of a slot are neighbours, oldest first; -1 pads"),
     _b("row_position", "rows", "i32", "input", "absolute position of the row's token, 0-based"),
     _b("page_table", "slots slot_pages", "i32", "input", "page of the MLA cache that holds positions 64 j to 64 j + 63 of the slot"),
-    _b("logit_rows", "rows", "i32", "input", "rows whose logits are wanted, ascending; -1 pads"),
+    _b("logit_rows", "head_rows", "i32", "input", "rows whose logits are wanted, ascending; -1 pads"),
     _b("row_accepted", "rows", "u8", "input", "1 where commit shall advance the slot's state over the row"),
 
     _b("kda_state", "num_kda_layers slots kda_num_heads kda_head_dim kda_head_dim", "f32", "session", "[key, value] per head", 2),
@@ -90,9 +90,9 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("moe_out_part", "rows hidden_size", "f32", "step", "routed and shared experts, this rank's outputs", 1),
     _b("moe_out", "rows hidden_size", "f32", "step", "routed and shared experts, whole"),
 
-    _b("head_in", "rows hidden_size", "bf16", "step", "normed output mixture of the rows in logit_rows"),
-    _b("logits_part", "rows vocab_size", "f32", "step", "this rank's tokens", 1),
-    _b("logits", "rows vocab_size", "f32", "step", "row i belongs to logit_rows[i]"),
+    _b("head_in", "head_rows hidden_size", "bf16", "step", "normed output mixture of the rows in logit_rows"),
+    _b("logits_part", "head_rows vocab_size", "f32", "step", "this rank's tokens", 1),
+    _b("logits", "head_rows vocab_size", "f32", "step", "row i belongs to logit_rows[i]"),
 )
 BY_NAME = {b.name: b for b in BUFFERS}
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "u8": 1, "kv": 2}  # kv: bf16 unless the cache is FP8, which halves it
@@ -100,7 +100,7 @@ DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "u8": 1, "kv": 2}  # kv: bf16 unle
 
 def step_dims(cfg: K3Config, *, tp: int, rows: int = MAX_ROWS, slots: int, pages: int, slot_pages: int) -> dict[str, int]:
     """Sizes of `K3Config.dims()` and those that belong to the machine: ranks, rows a step, slots and cache pages."""
-    return cfg.dims() | {"ranks": tp, "rows": rows, "slots": slots, "pages": pages, "slot_pages": slot_pages,
+    return cfg.dims() | {"ranks": tp, "rows": rows, "head_rows": rows, "slots": slots, "pages": pages, "slot_pages": slot_pages,
                          "page_size": PAGE_SIZE, "three": 3}
 
 

@@ -1,0 +1,37 @@
+"""AttnRes: a softmax over depth that mixes closed block snapshots with the open prefix sum, and the norm that follows it."""
+import numpy as np
+
+from .numerics import inverse_rms, rms_norm
+
+
+def _mix(m, hidden, blocks, norm, proj):
+    """Scores use the normed sources, the mixture the raw ones. hidden [n, H], blocks [j, n, H] in order of creation -> [n, H]."""
+    if len(blocks) == 0:
+        return hidden
+    sources = np.concatenate([blocks, hidden[None]])
+    scores = (sources * (norm * proj)).sum(-1, keepdims=True) * inverse_rms(sources, m.cfg.rms_norm_eps)
+    weights = np.exp(scores - scores.max(0))
+    weights /= weights.sum(0)
+    return m.num.round((weights * sources).sum(0))
+
+
+def attn_res_norm(m, w, b, op):
+    x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.self_attention_res_norm, w.self_attention_res_proj)
+    b.attn_in[:] = rms_norm(x, w.input_layernorm, m.cfg.rms_norm_eps, m.num)
+
+
+def res_snapshot(m, w, b, op):
+    b.res_blocks[op.num_blocks] = b.hidden
+    b.hidden[:] = 0
+
+
+def ffn_res_norm(m, w, b, op):
+    x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.mlp_res_norm, w.mlp_res_proj)
+    b.ffn_in[:] = rms_norm(x, w.post_attention_layernorm, m.cfg.rms_norm_eps, m.num)
+
+
+def output_res_norm(m, w, b, op):
+    rows = b.logit_rows[b.logit_rows >= 0]
+    x = _mix(m, b.hidden[rows], b.res_blocks[:op.num_blocks, rows], w.output_attn_res_norm, w.output_attn_res_proj)
+    b.head_in[:] = 0
+    b.head_in[:len(rows)] = rms_norm(x, w.final_norm, m.cfg.rms_norm_eps, m.num)

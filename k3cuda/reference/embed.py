@@ -1,0 +1,14 @@
+"""Token ids to the first prefix sum."""
+from .numerics import tree_sum
+
+
+def embed(m, w, b, op):
+    first = m.rank * len(w.embed_tokens)
+    ids = b.token_ids - first
+    mine = (ids >= 0) & (ids < len(w.embed_tokens))
+    b.embed_partial[:] = 0
+    b.embed_partial[mine] = w.embed_tokens[ids[mine]]
+
+
+def embed_sum(m, w, b, op):
+    b.hidden[:] = tree_sum(b.embed_parts)

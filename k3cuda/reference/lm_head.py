@@ -1,0 +1,6 @@
+"""Logits of the rows that were asked for."""
+from .numerics import linear
+
+
+def lm_head(m, w, b, op):
+    b.logits_part[:] = m.num.round(linear(b.head_in, w.lm_head))

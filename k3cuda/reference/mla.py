@@ -1,0 +1,74 @@
+"""Gated multi-head latent attention in absorbed form. Nothing is rotated; the 64 "rope" values are plain shared-key values.
+
+Shapes here: h heads of this rank, cache rows of kv_lora_rank latent values and qk_rope_head_dim shared-key values.
+"""
+import numpy as np
+
+from ..config import MLA_NORM_EPS, PAGE_SIZE
+from .numerics import F32, linear, rms_norm, rows_matmul, sigmoid
+
+
+def mla_in(m, w, b, op):
+    r = m.num.round
+    b.mla_q_a_part[:] = r(linear(b.attn_in, w.mla_q_a_proj))
+    b.mla_kv_a_part[:] = r(linear(b.attn_in, w.mla_kv_a_proj))
+    b.mla_out_gate[:] = r(linear(b.attn_in, w.mla_g_proj))
+
+
+def mla_norm(m, w, b, op):
+    """Norms the low-rank query and the latent; stores latent and raw shared key in the cache, rounded as the cache stores."""
+    b.mla_q_latent[:] = rms_norm(b.mla_q_a, w.mla_q_a_layernorm, MLA_NORM_EPS, m.num)
+    latent, key = np.split(b.mla_kv_a, [m.cfg.kv_lora_rank], axis=1)
+    latent = rms_norm(latent, w.mla_kv_a_layernorm, MLA_NORM_EPS, m.num)
+    for slot, rows in m.sequences(b.row_slot):
+        position = b.row_position[rows]
+        page = b.page_table[slot, position // PAGE_SIZE]
+        b.mla_cache[page, position % PAGE_SIZE] = m.num.round_cache(np.concatenate([latent[rows], key[rows]], axis=1))
+
+
+def mla_q(m, w, b, op):
+    b.mla_q[:] = m.num.round(linear(b.mla_q_latent, w.mla_q_b_proj)).reshape(b.mla_q.shape)
+
+
+def _kv_b(m, w):
+    """kv_b_proj by head: [h, nope, latent] for keys, [h, v, latent] for values."""
+    per_head = w.mla_kv_b_proj.reshape(-1, m.cfg.qk_nope_head_dim + m.cfg.v_head_dim, m.cfg.kv_lora_rank)
+    return np.split(per_head, [m.cfg.qk_nope_head_dim], axis=1)
+
+
+def mla_absorb(m, w, b, op):
+    """Query against a cache row: W_k^T q_nope beside q_rope, [n, h, kv_lora_rank + rope]."""
+    keys, _ = _kv_b(m, w)
+    nope, rope = np.split(b.mla_q, [m.cfg.qk_nope_head_dim], axis=2)
+    absorbed = rows_matmul(nope.swapaxes(0, 1), keys).swapaxes(0, 1)
+    b.mla_q_absorbed[:] = np.concatenate([m.num.round(absorbed), rope], axis=2)
+
+
+def mla_attend(m, w, b, op):
+    """Softmax over every cached position up to the row's own. A row's product has a shape that only its position decides."""
+    scale = F32((m.cfg.qk_nope_head_dim + m.cfg.qk_rope_head_dim) ** -0.5)
+    for slot, rows in m.sequences(b.row_slot):
+        cache = _slot_cache(b, slot, b.row_position[rows.stop - 1] + 1)
+        for r in range(rows.start, rows.stop):
+            seen = cache[:b.row_position[r] + 1]
+            scores = (b.mla_q_absorbed[r] @ seen.T) * scale
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            b.mla_o_latent[r] = p @ seen[:, :m.cfg.kv_lora_rank]
+
+
+def _slot_cache(b, slot, length):
+    """The first `length` cache rows of a slot, in order of position."""
+    pages = b.page_table[slot, :-(-length // PAGE_SIZE)]
+    if np.array_equal(pages, np.arange(pages[0], pages[0] + len(pages))):
+        chosen = b.mla_cache[pages[0]:pages[0] + len(pages)]  # neighbours need no copy
+    else:
+        chosen = b.mla_cache[pages]
+    return chosen.reshape(-1, chosen.shape[-1])[:length]
+
+
+def mla_out(m, w, b, op):
+    _, values = _kv_b(m, w)
+    o = rows_matmul(b.mla_o_latent.swapaxes(0, 1), values.swapaxes(1, 2)).swapaxes(0, 1)
+    gate = sigmoid(b.mla_out_gate)
+    b.mixer_out[:] = m.num.round(m.num.round(o.reshape(gate.shape)) * gate)

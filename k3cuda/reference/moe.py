@@ -1,0 +1,68 @@
+"""LatentMoE: a router on the full-width input, routed experts in the latent, a shared expert beside them.
+
+Experts are visited once each for all rows that chose them, in rising id, so a row adds its experts in the same order alone
+and in a batch.
+"""
+import numpy as np
+
+from .dense import glu
+from .numerics import F32, linear, linear_of_some, rms_norm, sigmoid, situ, tree_sum
+
+
+def moe_in(m, w, b, op):
+    b.router_logits_part[:] = linear(b.ffn_in, w.router)  # F32: a flipped choice of expert is not a rounding error
+    b.moe_latent_part[:] = m.num.round(linear(b.ffn_in, w.latent_down))
+
+
+def route(m, w, b, op):
+    """The k largest of score + bias, lower id first on ties; weights are the unbiased scores, normalised."""
+    scores = sigmoid(b.router_logits)
+    order = np.argsort(-(scores + w.e_score_correction_bias), axis=-1, kind="stable")
+    ids = order[:, :m.cfg.num_experts_per_token]
+    chosen = np.take_along_axis(scores, ids, axis=-1)
+    b.expert_ids[:] = ids
+    b.expert_weights[:] = chosen / (chosen.sum(-1, keepdims=True) + F32(1e-20)) * F32(m.cfg.routed_scaling_factor)
+
+
+def shared_up(m, w, b, op):
+    b.shared_act[:] = glu(m, b.ffn_in, w.shared_gate_proj, w.shared_up_proj)
+
+
+def shared_down(m, w, b, op):
+    b.shared_partial[:] = linear(b.shared_act, w.shared_down_proj)
+
+
+def _chosen(b):
+    """Yields (expert, rows that chose it, its place among each row's choices), experts rising; padding rows choose none."""
+    ids = b.expert_ids[b.row_slot >= 0]
+    for expert in np.unique(ids):
+        yield int(expert), *np.nonzero(ids == expert)
+
+
+def expert_up(m, w, b, op):
+    for expert, rows, places in _chosen(b):
+        gate = m.num.round(linear_of_some(b.moe_latent, rows, w.expert_w1[expert]))
+        up = m.num.round(linear_of_some(b.moe_latent, rows, w.expert_w3[expert]))
+        b.expert_act[rows, places] = m.num.round(situ(gate, up, m.cfg))
+
+
+def expert_down(m, w, b, op):
+    b.routed_partial[:] = 0
+    for expert, rows, places in _chosen(b):
+        act = b.expert_act[rows, places]
+        y = m.num.round(linear_of_some(act, np.arange(len(rows)), w.expert_w2[expert]))
+        b.routed_partial[rows] += b.expert_weights[rows, places][:, None] * y
+
+
+def routed_norm(m, w, b, op):
+    total = m.num.round(tree_sum(b.routed_parts))
+    b.routed_normed[:] = rms_norm(total, w.routed_expert_norm, m.cfg.rms_norm_eps, m.num)
+
+
+def latent_up(m, w, b, op):
+    routed = m.num.round(linear(b.routed_normed, w.latent_up))
+    b.moe_out_part[:] = m.num.round(routed + m.num.round(tree_sum(b.shared_parts)))
+
+
+def moe_sum(m, w, b, op):
+    b.hidden[:] = m.num.round(b.hidden + b.moe_out)

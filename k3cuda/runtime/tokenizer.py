@@ -132,7 +132,7 @@ class Tokenizer:
         for name, token_id in special.items():
             if token_id not in names:
                 raise CheckpointError(
-                    f"{source}: special token {name!r} has id {token_id}, wanted {self.num_base}..{self.vocab_size - 1}",
+                    f"{source}: {name!r} has id {token_id}, wanted one of {self.num_base}..{self.vocab_size - 1}",
                     f"check that {RANKS_FILE} and {CONFIG_FILE} come from one release",
                 )
             if names[token_id] != _reserved(token_id):
@@ -155,15 +155,16 @@ def _reserved(token_id: int) -> str:
 
 
 def _check_ranks(ranks: dict[bytes, int], source: str) -> None:
-    if gap := next((want for want, rank in enumerate(sorted(ranks.values())) if rank != want), None) is not None:
-        seen = set(ranks.values())
-        gap = next(rank for rank in range(len(ranks)) if rank not in seen)
+    present = set(ranks.values())
+    gap = next((rank for rank in range(len(ranks)) if rank not in present), None)
+    if gap is not None:
         raise CheckpointError(
-            f"{source}: {len(ranks)} tokens, but none of rank {gap}; wanted ranks 0..{len(ranks) - 1} without gaps", _AGAIN
+            f"{source}: {len(ranks)} tokens, but none of rank {gap}; wanted ranks 0..{len(ranks) - 1} without gaps",
+            _AGAIN,
         )
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise CheckpointError(
-            f"{source}: {len(ranks)} tokens, but {len(missing)} of the 256 single bytes have none, first 0x{missing[0]:02x}",
+            f"{source}: no token for {len(missing)} of the 256 single bytes, first 0x{missing[0]:02x}; wanted all",
             _AGAIN,
         )
 
@@ -182,7 +183,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
                 raise ValueError
         except (ValueError, IndexError, binascii.Error):
             found = repr(line[:40].decode("latin-1")) + ("..." if len(line) > 40 else "")
-            raise CheckpointError(f"{where}: found {found}, wanted a base64 token, a blank and its rank", _AGAIN) from None
+            raise CheckpointError(f"{where}: found {found}, wanted base64 token, blank, rank", _AGAIN) from None
         if token in ranks:
             raise CheckpointError(f"{where}: token {fields[0][:40].decode()} already has rank {ranks[token]}", _AGAIN)
         if rank in lines_of:
@@ -206,13 +207,14 @@ def _read_special(path: Path) -> dict[str, int]:
         raise CheckpointError(f"{path}: no JSON ({str(error)[:120]})", _AGAIN) from None
     tokens = config.get("added_tokens_decoder") if isinstance(config, dict) else None
     if not isinstance(tokens, dict):
-        raise CheckpointError(f"{path}: no object `added_tokens_decoder`, wanted id -> {{\"content\": name}}", _AGAIN)
+        raise CheckpointError(f'{path}: no added_tokens_decoder, wanted id: {{"content": name}}', _AGAIN)
     special = {}
     for key, entry in tokens.items():
         name = entry.get("content") if isinstance(entry, dict) else None
         if not (isinstance(name, str) and name and key.isascii() and key.isdigit() and len(key) <= 9):
             raise CheckpointError(
-                f"{path}: added_tokens_decoder[{key[:40]!r}] is {str(entry)[:60]}, wanted id -> {{\"content\": name}}", _AGAIN
+                f'{path}: added_tokens_decoder entry {key[:40]!r} names no token, wanted id: {{"content": name}}',
+                _AGAIN,
             )
         if name in special:
             raise CheckpointError(f"{path}: ids {special[name]} and {key} are both named {name!r}", _AGAIN)
@@ -224,4 +226,4 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", "is this a checkpoint folder?") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", "name the folder of a checkpoint") from None

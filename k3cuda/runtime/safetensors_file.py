@@ -1,0 +1,255 @@
+"""Our own safetensors reader: every problem of a header at once, in words, and numpy views of a memory-mapped file."""
+import json
+import mmap
+import os
+import stat
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .findings import Finding, counted, error_of, shown
+
+MAX_HEADER = 100_000_000  # the format's own limit
+MAX_VALUES = 8_000_000    # JSON values in a header: bounds memory; the whole release in one file would have 5 million
+DTYPE_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64,
+    "U64": 64,
+}
+_NUMPY = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4", "F32": "<f4",
+          "C64": "<c8", "F64": "<f8", "I64": "<i8", "U64": "<u8"}
+_PARTIAL = (".incomplete", ".part", ".aria2", ".crdownload")  # what downloaders leave beside a file that is not whole
+_AGAIN = "download the file again"
+_WANTED = "a safetensors file"
+
+
+class Tensor(NamedTuple):
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int  # byte in the data part
+    end: int
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The numpy dtype of a safetensors one; KeyError where numpy has none."""
+    if dtype == "BF16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(_NUMPY[dtype])
+
+
+class SafetensorsFile:
+    """The header of one file. `tensors` maps names to dtype, shape and place; nothing else is read before it is asked for."""
+
+    def __init__(self, path: Path, tensors: dict[str, Tensor], data_start: int, metadata: dict[str, str], malformed=frozenset()):
+        self.path, self.tensors, self.data_start, self.metadata = path, tensors, data_start, metadata
+        self.malformed = malformed  # names whose entries are broken: there, but in no state to be read
+        self._bytes = None
+
+    @classmethod
+    def open(cls, path) -> "SafetensorsFile":
+        """Reads the header; CheckpointError lists everything that is wrong with the file."""
+        file, findings = cls.scan(path)
+        if findings:
+            raise error_of(findings, path)
+        return file
+
+    @classmethod
+    def scan(cls, path) -> tuple["SafetensorsFile | None", list[Finding]]:
+        """The file, and all that is wrong with it. The file is None where no tensor could be told from its header."""
+        path = Path(path)
+        try:
+            header, size = _read_header(path)
+            entries, metadata, findings = _parse(path, header)
+        except _Bad as bad:
+            return None, [bad.finding]
+        tensors, more = _check_entries(path, entries)
+        malformed = entries.keys() - tensors.keys()
+        findings += more + _check_layout(path, tensors, size - 8 - len(header), whole=not malformed)
+        return cls(path, tensors, 8 + len(header), metadata, malformed), findings
+
+    def close(self) -> None:
+        """Lets go of the mapping; arrays handed out keep it alive."""
+        self._bytes = None
+
+    def raw(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, uint8 and read-only, mapped from the file."""
+        if self._bytes is None:
+            with self.path.open("rb") as f:
+                self._bytes = np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        tensor = self.tensors[name]
+        return self._bytes[self.data_start + tensor.begin : self.data_start + tensor.end]
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor in its stored shape, read-only, mapped from the file (copied only where the file does not align it)."""
+        tensor = self.tensors[name]
+        array = self.raw(name).view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+        return np.require(array, requirements="A")
+
+
+class _Bad(Exception):
+    def __init__(self, path: Path, found: str, wanted: str, way_out: str = _AGAIN):
+        super().__init__(found)
+        self.finding = Finding(str(path), found, wanted, way_out)
+
+
+def partial_download(path: Path) -> str:
+    """What an unfinished download of `path` left, or ""; beside a file that is there only what says that it is not whole."""
+    if path.suffix in _PARTIAL:
+        return path.name
+    beside = [".aria2"] if path.exists() else _PARTIAL  # aria2 sets aside the whole size at once, and keeps a list beside it
+    for suffix in beside:
+        if path.with_name(path.name + suffix).exists():
+            return path.name + suffix
+    if not path.exists():
+        for folder in (path.parent / ".cache" / "huggingface" / "download", path.parent.parent.parent / "blobs"):
+            if left := sorted(folder.glob("*.incomplete")):
+                return f"{len(left)} .incomplete file{'s' if len(left) > 1 else ''} in {folder}"
+    return ""
+
+
+def _read_header(path: Path) -> tuple[bytes, int]:
+    """The header's JSON and the size of the file. Opens only regular files, reads no more than a header may have."""
+    try:
+        if partial := partial_download(path):
+            raise _Bad(path, f"an unfinished download ({partial})", "the whole file", "let the download finish or start it again")
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
+            raise _Bad(path, "no regular file", _WANTED, "give the folder of a checkpoint or one .safetensors file")
+        if info.st_size == 0:
+            raise _Bad(path, "0 bytes", _WANTED)
+        with path.open("rb") as f:
+            length = _header_length(path, f.read(512), info.st_size)
+            f.seek(8)
+            return f.read(length), info.st_size
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise _Bad(path, f"a link to {os.readlink(path)}, which does not exist", _WANTED) from None
+        raise _Bad(path, "no such file", _WANTED, "download it, or correct the path") from None
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        raise _Bad(path, f"an error on reading ({getattr(e, 'strerror', None) or e})", "a readable file", "check permissions and disk") from None
+
+
+def _header_length(path: Path, head: bytes, size: int) -> int:
+    _refuse_other_kinds(path, head)
+    if len(head) < 8:
+        raise _Bad(path, f"{size} bytes", "at least the 8 bytes of a header length")
+    length = int.from_bytes(head[:8], "little")
+    if length < 2:
+        empty = ", perhaps space set aside for a download that never began" if not any(head) else ""
+        raise _Bad(path, f"header length {length}{empty}", "a JSON header")
+    if length > MAX_HEADER:
+        raise _Bad(path, f"header length {length:,}", f"at most {MAX_HEADER:,}", "this is no safetensors file, or it is damaged: " + _AGAIN)
+    if length > size - 8:
+        raise _Bad(path, f"{size:,} bytes, less than its own header of {length:,}: truncated by at least {length + 8 - size:,} bytes",
+                   "the whole file")
+    return length
+
+
+def _refuse_other_kinds(path: Path, head: bytes) -> None:
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if start.startswith(b"version https://git-lfs"):
+        raise _Bad(path, "a Git LFS pointer", "the file it stands for", "run `git lfs pull` in its folder, or download the file itself")
+    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head", b"<!--")):
+        raise _Bad(path, "an HTML or XML page", _WANTED, "the download saved an error or login page: " + _AGAIN)
+    if head.startswith((b"GGUF", b"PK\x03\x04", b"\x80\x02")):
+        raise _Bad(path, "a GGUF or torch file", _WANTED, "use the release's safetensors files")
+
+
+def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding]]:
+    """Tensor entries as JSON gave them, the metadata, and what is wrong with the object as a whole."""
+    if not header.startswith(b"{"):
+        raise _Bad(path, f"a header that begins with {shown(header[:1])}", "a JSON object")
+    values = header.count(b",") + header.count(b"{") + header.count(b"[")
+    if values > MAX_VALUES:
+        raise _Bad(path, f"{values:,} values in the header", f"at most {MAX_VALUES:,}")
+    repeated = []
+    try:
+        top = json.loads(header.decode("utf-8"), object_pairs_hook=lambda pairs: _object(pairs, repeated), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:
+        raise _Bad(path, f"a header that is no JSON ({shown(e)})", "a JSON object") from None
+    findings = []
+    if repeated:
+        findings.append(Finding(str(path), "in its header " + counted(repeated, "repeated name"), "each tensor once", _AGAIN))
+    metadata = top.pop("__metadata__", None) or {}
+    if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
+        findings.append(Finding(str(path), "__metadata__ that does not map names to strings", "strings", _AGAIN))
+        metadata = {}
+    return top, metadata, findings
+
+
+def _object(pairs: list, repeated: list) -> dict:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen = set()
+        repeated += [name for name, _ in pairs if name in seen or seen.add(name)]
+    return result
+
+
+def _no_constant(name: str):
+    raise ValueError(f"the value {name}")
+
+
+def _check_entries(path: Path, entries: dict) -> tuple[dict[str, Tensor], list[Finding]]:
+    """The well-formed tensors, and one finding for each kind of malformed entry."""
+    tensors, bad = {}, {}
+    for name, entry in entries.items():
+        problem = _entry_problem(entry)
+        if not problem and not name.isascii() and name.encode("utf-8", "replace").decode("utf-8") != name:
+            problem = "a name that is no text", "Unicode text"
+        if problem:
+            bad.setdefault(problem[1], []).append((name, problem[0]))
+        else:
+            begin, end = entry["data_offsets"]
+            tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), begin, end)
+    return tensors, [Finding(str(path), _first(names), wanted, _AGAIN) for wanted, names in bad.items()]
+
+
+def _first(named: list[tuple[str, str]]) -> str:
+    name, problem = named[0]
+    return f"{shown(name)} with {problem}" + (f", and {len(named) - 1} more like it" if len(named) > 1 else "")
+
+
+def _whole(x, limit: int = 2**63) -> bool:
+    return type(x) is int and 0 <= x < limit  # a bool is an int, but no number here
+
+
+def _entry_problem(entry) -> tuple[str, str] | None:
+    """(found, wanted) of what is wrong with one tensor's entry on its own."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        return f"the entry {shown(entry, 60)}", "an object with dtype, shape and data_offsets"
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        return f"dtype {shown(dtype, 40)}", "a dtype of the safetensors format"
+    if not (isinstance(shape, list) and len(shape) <= 64 and all(map(_whole, shape))):
+        return f"shape {shown(shape, 60)}", "a list of non-negative sizes"
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_whole, offsets)) and offsets[0] <= offsets[1]):
+        return f"data_offsets {shown(offsets, 60)}", "data_offsets of [begin, end] with 0 <= begin <= end"
+    bits, found = prod(shape) * DTYPE_BITS[dtype], (offsets[1] - offsets[0]) * 8
+    if bits != found:
+        return f"{found // 8:,} bytes for {dtype} {shape}", f"as many bytes as shape x dtype says ({shown(str(-(-bits // 8)), 30)})"
+    return None
+
+
+def _check_layout(path: Path, tensors: dict[str, Tensor], data_size: int, whole: bool) -> list[Finding]:
+    """Overlaps, gaps (where the `whole` header could be read), and a file that ends too early or too late."""
+    overlaps, gaps, at, before = [], [], 0, "the header"
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if tensor.begin < at or whole and tensor.begin > at:
+            kind, what = (overlaps, "overlaps") if tensor.begin < at else (gaps, "leaves a gap after")
+            kind.append(f"{shown(name)} {what} {shown(before)} by {abs(tensor.begin - at):,} bytes")
+        if tensor.end >= at:
+            at, before = tensor.end, name
+    findings = []
+    for kind, noun in ((overlaps, "overlap"), (gaps, "gap")):
+        if kind:
+            more = f", and {len(kind) - 1} more {noun}s" if len(kind) > 1 else ""
+            findings.append(Finding(str(path), kind[0] + more, "tensors back to back", _AGAIN))
+    if data_size < at:
+        findings.append(Finding(str(path), f"{data_size:,} bytes of data: truncated by {at - data_size:,} bytes", f"{at:,} bytes", _AGAIN))
+    elif data_size > at and whole:
+        findings.append(Finding(str(path), f"{data_size:,} bytes of data: {data_size - at:,} bytes too long", f"{at:,} bytes", _AGAIN))
+    return findings

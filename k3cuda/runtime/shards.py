@@ -1,0 +1,191 @@
+"""The files of a checkpoint: which exist, what their headers say, and whether the index tells the truth."""
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..weights import SKIPPED_PREFIXES
+from .findings import Finding, counted, shown
+from .safetensors_file import SafetensorsFile, partial_download
+
+INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
+MAX_INDEX = 256_000_000  # bytes; the release's index has about 60 million
+_AGAIN = "download the file again"
+
+
+@dataclass
+class Shards:
+    """Every text tensor of a checkpoint by name, with the file it lies in."""
+
+    folder: Path
+    index: Path | None = None
+    files: dict[str, SafetensorsFile] = field(default_factory=dict)  # by file name, in the index's order
+    owner: dict[str, SafetensorsFile] = field(default_factory=dict)  # tensor name -> file; the first that has it
+    listed: dict[str, str] = field(default_factory=dict)             # tensor name -> file name, by the index
+    unreadable: set[str] = field(default_factory=set)                # file names without a header that can be used
+    skipped_tensors: int = 0
+    skipped_files: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, file, found: str, wanted: str, way_out: str) -> None:
+        self.findings.append(Finding(str(file), found, wanted, way_out))
+
+
+def skipped(name: str) -> bool:
+    """True for tensors of the picture half, which we never read."""
+    return name.startswith(SKIPPED_PREFIXES)
+
+
+def open_shards(path: Path) -> Shards:
+    """Reads the index and every header of the folder, or the one file, at `path`. Never raises for what it finds there."""
+    if path.suffix == SUFFIX and not path.is_dir():
+        shards = Shards(path.parent)
+        _scan(shards, [path.name])
+    elif not path.is_dir():
+        shards = Shards(path)
+        shards.add(path, "no such folder" if not path.exists() else "no folder and no .safetensors file", "the folder of a checkpoint",
+                   "correct the path, or download the release there")
+    elif (path / INDEX).exists() or (path / INDEX).is_symlink():
+        shards = Shards(path, index=path / INDEX)
+        _read_index(shards)
+    else:
+        shards = Shards(path)
+        _scan_without_index(shards)
+    return shards
+
+
+def _scan_without_index(shards: Shards) -> None:
+    others = sorted(p.name for p in shards.folder.glob("*" + SUFFIX) if p.name != SINGLE)
+    if (shards.folder / SINGLE).exists() or partial_download(shards.folder / SINGLE) or not others:
+        _scan(shards, [SINGLE])
+        return
+    shards.add(shards.folder / INDEX, f"no such file, but {counted(others, 'shard')}", "the index that names the shards",
+               "download it, or give one .safetensors file")
+
+
+def _read_index(shards: Shards) -> None:
+    repeated = []
+    try:
+        size = shards.index.stat().st_size
+        if size > MAX_INDEX:
+            shards.add(shards.index, f"{size:,} bytes", f"at most {MAX_INDEX:,}", _AGAIN)
+            return
+        text = shards.index.read_text(encoding="utf-8")
+        top = json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, repeated))
+    except OSError as e:
+        shards.add(shards.index, f"an error on reading ({e.strerror or e})", "a readable file", "check permissions and disk")
+        return
+    except (ValueError, RecursionError) as e:
+        what = "a Git LFS pointer" if text_starts(shards.index, b"version https://git-lfs") else f"no JSON ({shown(e)})"
+        shards.add(shards.index, what, "a JSON object with weight_map", _AGAIN)
+        return
+    if repeated:
+        shards.add(shards.index, counted(repeated, "tensor") + ", named more than once", "each tensor once", _AGAIN)
+    weight_map = top.get("weight_map") if isinstance(top, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        found = "no weight_map" if weight_map is None else f"weight_map {shown(weight_map, 40)}"
+        shards.add(shards.index, found, "an object that maps tensors to files", _AGAIN)
+        return
+    _read_map(shards, weight_map)
+    _check_total(shards, top.get("metadata"))
+
+
+def text_starts(path: Path, prefix: bytes) -> bool:
+    with path.open("rb") as f:
+        return f.read(len(prefix)) == prefix
+
+
+def _object(pairs: list, repeated: list) -> dict:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen = set()
+        repeated += [name for name, _ in pairs if name in seen or seen.add(name)]
+    return result
+
+
+def inside(name) -> bool:
+    """True for a plain file name: a shard must lie in the checkpoint's own folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def _read_map(shards: Shards, weight_map: dict) -> None:
+    outside = [key for key, name in weight_map.items() if not inside(name)]
+    if outside:
+        shards.add(shards.index, f"{shown(outside[0])} in the file {shown(weight_map[outside[0]], 60)}"
+                   + (f", and {len(outside) - 1} more like it" if len(outside) > 1 else ""), "a file name without a folder", _AGAIN)
+    good = {key: name for key, name in weight_map.items() if inside(name)}
+    shards.listed = {key: name for key, name in good.items() if not skipped(key)}
+    text_files = list(dict.fromkeys(shards.listed.values()))
+    shards.skipped_files = sorted(set(good.values()) - set(text_files))
+    shards.skipped_tensors = len(good) - len(shards.listed)
+    missing = [name for name in shards.skipped_files if not (shards.folder / name).exists()]
+    if missing:
+        shards.notes.append(f"{counted(missing, 'skipped shard')} not there: not needed")
+    _scan(shards, text_files)
+    _compare(shards)
+
+
+def _scan(shards: Shards, names: list[str]) -> None:
+    missing = [name for name in names if not (shards.folder / name).exists() and not partial_download(shards.folder / name)]
+    if shards.index is None or len(missing) == 1:
+        missing = []  # the reader's own words do
+    elif missing:
+        shards.add(shards.folder, f"no {', '.join(map(shown, missing[:5]))}: {len(missing)} of {len(names)} shards missing",
+                   f"all shards of {shards.index.name}", "download them, or correct the path")
+    shards.unreadable.update(missing)
+    for name in names:
+        if name not in shards.unreadable:
+            _scan_one(shards, name)
+    twice = [key for file in shards.files.values() for key in file.tensors if shards.owner[key] is not file]
+    if twice:
+        second = next(file for file in shards.files.values() if twice[0] in file.tensors and shards.owner[twice[0]] is not file)
+        shards.add(second.path, f"{counted(twice, 'tensor')} that {shards.owner[twice[0]].path.name} has too", "each tensor once", _AGAIN)
+
+
+def _scan_one(shards: Shards, name: str) -> None:
+    file, findings = SafetensorsFile.scan(shards.folder / name)
+    shards.findings += findings
+    if file is None:
+        shards.unreadable.add(name)
+        return
+    shards.files[name] = file
+    for key in file.tensors:
+        if not skipped(key):
+            shards.owner.setdefault(key, file)
+        elif shards.index is None:
+            shards.skipped_tensors += 1
+
+
+def _compare(shards: Shards) -> None:
+    """What the index says against what the headers say."""
+    lost, moved, unlisted = {}, [], {}
+    for key, name in shards.listed.items():
+        file = shards.files.get(name)
+        if file is None or key in file.tensors or key in file.malformed:
+            continue
+        if key in shards.owner:
+            moved.append(key)
+        else:
+            lost.setdefault(name, []).append(key)
+    for name, keys in lost.items():
+        shards.add(shards.folder / name, f"no {counted(keys, 'tensor')}, which {shards.index.name} says lie here", "every listed tensor", _AGAIN)
+    if moved:
+        key = moved[0]
+        shards.add(shards.index, f"{counted(moved, 'tensor')} listed in {shards.listed[key]}", f"{shards.owner[key].path.name}, where it lies", _AGAIN)
+    for key, file in shards.owner.items():
+        if key not in shards.listed:
+            unlisted.setdefault(file.path, []).append(key)
+    for path, keys in unlisted.items():
+        shards.add(path, f"{counted(keys, 'tensor')} that {shards.index.name} does not list", "only listed tensors",
+                   "download index and shards of one release")
+
+
+def _check_total(shards: Shards, metadata) -> None:
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is None or shards.unreadable or shards.findings:
+        return
+    text = sum(t.end - t.begin for file in shards.files.values() for t in file.tensors.values())
+    exact = not shards.skipped_files
+    if type(total) is bool or not isinstance(total, (int, float)) or (total != text if exact else total < text):
+        shards.add(shards.index, f"metadata.total_size {shown(total, 30)}", f"{'' if exact else 'at least '}{text:,}, the bytes of the "
+                   "tensors" + ("" if exact else " read"), "download index and shards of one release")

@@ -20,12 +20,12 @@ MLA_NORM_EPS = 1e-6
 L2NORM_EPS = 1e-6   # added to the sum of squares of KDA's q and k, not to their mean
 
 # The arithmetic we implement is the release's own. A config that asks for another is refused here, not half-obeyed.
-_FIXED = {
+FIXED = {
     "hidden_act": "situ", "mla_use_nope": True, "mla_use_output_gate": True, "moe_router_activation_func": "sigmoid",
     "topk_method": "noaux_tc", "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True, "moe_renormalize": True,
     "latent_moe_use_norm": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
 }
-_FIXED_LINEAR = {"use_full_rank_gate": True}
+FIXED_LINEAR = {"use_full_rank_gate": True}
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id")
 # Keys that never change the text model's arithmetic. quantization_config: formats are decided by tensor names and dtypes.
 _SILENT = {"architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "initializer_range", "transformers_version",
@@ -174,10 +174,10 @@ def _read_keys(top: dict, problems: list[str]) -> dict:
         problems.append(f"tie_word_embeddings: found {top['tie_word_embeddings']!r}, wanted False")
     linear = text.get("linear_attn_config")
     values = {}
-    _read_level(text, K3Config, _FIXED, "text_config.", values, problems, skip={"linear_attn_config", *_TOKEN_IDS})
+    _read_level(text, K3Config, FIXED, "text_config.", values, problems, skip={"linear_attn_config", *_TOKEN_IDS})
     if isinstance(linear, dict):
         inner = {}
-        _read_level(linear, LinearAttnConfig, _FIXED_LINEAR, "text_config.linear_attn_config.", inner, problems)
+        _read_level(linear, LinearAttnConfig, FIXED_LINEAR, "text_config.linear_attn_config.", inner, problems)
         values["linear_attn_config"] = None if problems else LinearAttnConfig(**inner)
     else:
         problems.append(f"text_config.linear_attn_config: found {type(linear).__name__}, wanted an object")

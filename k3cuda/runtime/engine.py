@@ -1,0 +1,237 @@
+"""The only loop: step, sample, accept, commit, for up to 64 sequences at once. It knows token ids, not text."""
+import logging
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import Callable
+
+import numpy as np
+
+from ..config import PAGE_SIZE
+from ..errors import K3Error, NumericalError, OutOfMemory, PromptTooLong, UsageError
+from .backend import Backend, StepRows
+from .request import Event, Request, joined, stats_of
+from .sampling import DRAWN_SEED_BITS, Drawn
+from .scheduler import Scheduler, Sequence, Work, step_rows
+from .text_stream import Delta
+
+log = logging.getLogger("k3cuda")
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a step yields for one sequence: rows that its state keeps, and new tokens; the last of them is not yet run."""
+
+    num_rows: int
+    drawn: tuple[Drawn, ...]
+
+
+class Engine:
+    """Continuous batching over one backend. Not thread-safe; one caller at a time.
+
+    Args:
+        backend: runs the model. The engine closes it.
+        clock: seconds, monotonic.
+        seeds: gives `getrandbits`, for requests without a seed.
+    """
+
+    def __init__(self, backend: Backend, *, clock: Callable[[], float] = time.perf_counter, seeds: random.Random | None = None):
+        self.backend, self._clock, self._seeds = backend, clock, seeds or random.SystemRandom()
+        self.scheduler = Scheduler(backend.num_slots, backend.num_pages, backend.max_rows)
+        # Tokens of prompt and answer together.
+        self.context = min(backend.max_model_len, backend.num_pages * PAGE_SIZE)
+        self._sequences: dict[str, Sequence] = {}
+        self._due: list[Event] = []  # made, not yet returned by step
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._due)
+
+    def add(self, request: Request) -> None:
+        """Queues a request; it starts at one of the next steps.
+
+        Raises:
+            PromptTooLong: the prompt is empty, or leaves no room for a single token.
+            UsageError: ids that are no integers or outside the vocabulary, or a `request_id` in use.
+        """
+        if request.request_id in self._sequences:
+            raise UsageError(f"request_id {request.request_id!r} is in use")
+        prompt = _token_ids(request.prompt_ids, self.backend.cfg.vocab_size)
+        room = self.context - len(prompt)
+        if room < 1:
+            raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context holds {self.context} and the answer needs one of them",
+                                "shorten the prompt or raise max_model_len")
+        params = request.params.resolved({})
+        params = replace(params, max_tokens=min(params.max_tokens or room, room),
+                         seed=self._seeds.getrandbits(DRAWN_SEED_BITS) if params.seed is None else params.seed)
+        sequence = Sequence(request, params, prompt, len(prompt), self._clock())
+        self._sequences[request.request_id] = sequence
+        self.scheduler.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its slot now; the next `step` reports it. Unknown and ended requests are ignored."""
+        if request_id in self._sequences:
+            self._end(self._sequences[request_id], "abort")
+
+    def step(self) -> list[Event]:
+        """Runs one step over everything that fits, and says what it brought.
+
+        An exception of the backend ends the requests that had a slot, with that error; those that wait, and later ones, start from
+        empty slots. An interrupt ends them too, as aborted, and is raised; the next call reports them.
+        """
+        try:
+            self._step()
+        except Exception as e:
+            log.debug("step failed", exc_info=True)
+            self._end_running("error", _as_k3error(e))
+        except BaseException:
+            self._end_running("abort")
+            raise
+        events, self._due = self._due, []
+        return events
+
+    def logits(self, token_ids) -> np.ndarray:
+        """Teacher-forced: one token a step from an empty state, beside whatever else is running.
+
+        Args:
+            token_ids: int [tokens].
+        Returns:
+            float32 [tokens, vocab_size], row i is the law of token i + 1.
+        Raises:
+            PromptTooLong: no token, or more than the context holds.
+            UsageError: ids outside the vocabulary, or no free slot.
+        """
+        ids = _token_ids(token_ids, self.backend.cfg.vocab_size)
+        if len(ids) > self.context:
+            raise PromptTooLong(f"found {len(ids)} tokens, the context holds {self.context}", "raise max_model_len")
+        held = self.scheduler.take(-(-len(ids) // PAGE_SIZE))
+        if held is None:
+            raise UsageError("no slot or cache page is free for logits", "finish or close running streams, or raise max_batch")
+        try:
+            return self._forced(held, ids)
+        finally:
+            self.scheduler.give_back(*held)
+
+    def close(self) -> None:
+        """Ends everything and closes the backend; may be called twice."""
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+        self.backend.close()
+
+    def _forced(self, held, ids: list[int]) -> np.ndarray:
+        slot, pages = held
+        self.backend.open_slot(slot, pages)
+        out = np.empty((len(ids), self.backend.cfg.vocab_size), np.float32)
+        for position, token in enumerate(ids):
+            self.backend.step(StepRows(*(np.array([x], np.int32) for x in (token, slot, position, 0))))
+            out[position] = self.backend.logits()[0]
+            self.backend.commit(np.ones(1, bool))
+        return out
+
+    def _step(self) -> None:
+        while (sequence := self.scheduler.admit()) is not None:
+            sequence.admitted = self._clock()
+            self.backend.open_slot(sequence.slot, sequence.pages)
+        work = self.scheduler.plan()
+        if not work:
+            return
+        self.backend.step(step_rows(work))
+        accepted = self._accept(work, self._sample(work))
+        self.backend.commit(np.concatenate([np.arange(w.count) < a.num_rows for w, a in zip(work, accepted)]))
+        now = self._clock()
+        for w, a in zip(work, accepted):
+            self._advance(w.sequence, a, now)
+
+    def _sample(self, work: list[Work]) -> list[Drawn]:
+        draws = [w.sequence.draw(w.sequence.committed + w.count) for w in work if w.num_logits]
+        return self.backend.sample(draws) if draws else []
+
+    @staticmethod
+    def _accept(work: list[Work], drawn: list[Drawn]) -> list[Accepted]:
+        """What each sequence keeps of the step. Without drafts that is every row and the token drawn behind the last one; of a row
+        that is not finite nothing is kept."""
+        tokens = iter(drawn)
+        accepted = []
+        for w in work:
+            new = tuple(next(tokens) for _ in range(w.num_logits))
+            is_finite = all(d.token_id is not None for d in new)
+            accepted.append(Accepted(w.count if is_finite else 0, new))
+        return accepted
+
+    def _advance(self, sequence: Sequence, accepted: Accepted, now: float) -> None:
+        """Takes over what was accepted and applies the stop rules token by token."""
+        sequence.committed += accepted.num_rows
+        kept, deltas = [], []
+        for drawn in accepted.drawn:
+            if drawn.token_id is None:
+                error = NumericalError(f"logits for position {len(sequence.tokens)} are not finite",
+                                       "run `k3cuda check` on the checkpoint; other requests are not affected")
+                return self._end(sequence, "error", kept, deltas, error=error)
+            sequence.tokens.append(drawn.token_id)
+            sequence.first, sequence.last = now if sequence.first is None else sequence.first, now
+            kept.append(drawn)
+            try:
+                finish_reason, stop_reason = _read(sequence, drawn.token_id, deltas)
+            except Exception as e:  # the reader of one request is no other's business
+                return self._end(sequence, "error", kept, deltas, error=_as_k3error(e))
+            if finish_reason:
+                return self._end(sequence, finish_reason, kept, deltas, stop_reason)
+        if kept:
+            self._due.append(Event(sequence.request.request_id, tuple(kept), joined(deltas)))
+
+    def _end(self, sequence: Sequence, finish_reason: str, drawn=(), deltas=(), stop_reason=None, error=None) -> None:
+        """Frees what the request holds and flushes its text."""
+        self.scheduler.remove(sequence)
+        text, deltas = sequence.request.text, list(deltas)
+        try:
+            if text is not None:
+                deltas.append(text.finish())
+                if finish_reason in ("stop", "length") and text.stop_reason is not None:  # the flush may complete a stop string
+                    finish_reason, stop_reason = "stop", text.stop_reason
+        except Exception as e:
+            finish_reason, stop_reason, error = "error", None, error or _as_k3error(e)
+        del self._sequences[sequence.request.request_id]
+        self._due.append(Event(sequence.request.request_id, tuple(drawn), joined(deltas), finish_reason, stop_reason, error,
+                               stats_of(sequence), sequence.params))
+
+    def _end_running(self, finish_reason: str, error: K3Error | None = None) -> None:
+        for sequence in list(self.scheduler.running):
+            self._end(sequence, finish_reason, error=error)
+
+
+def _read(sequence: Sequence, token: int, deltas: list[Delta]) -> tuple[str | None, str | int | None]:
+    """(finish_reason, stop_reason) after one token; text goes to `deltas`. A stop beats a limit that is reached with it."""
+    params, text = sequence.params, sequence.request.text
+    is_eos = token in sequence.request.eos_ids and not params.ignore_eos
+    if not is_eos and token in params.stop_token_ids:
+        return "stop", token  # its text is not shown
+    if text is not None:
+        deltas.append(text.feed(token))  # an end token shows nothing, but closes what is open
+        if text.stop_reason is not None:
+            return "stop", text.stop_reason
+    if is_eos:
+        return "stop", None
+    return ("length" if sequence.num_output >= params.max_tokens else None), None
+
+
+def _token_ids(ids, vocab_size: int) -> list[int]:
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError) as e:
+        raise UsageError(f"token ids: {e}", "give one list of integers a prompt") from e
+    if array.size == 0:
+        raise PromptTooLong("the prompt is empty", "give at least one token")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UsageError(f"token ids: found an array of {array.dtype} with shape {array.shape}, wanted integers [tokens]")
+    if array.min() < 0 or array.max() >= vocab_size:
+        bad = int(array[(array < 0) | (array >= vocab_size)][0])
+        raise UsageError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    return array.tolist()
+
+
+def _as_k3error(e: Exception) -> K3Error:
+    if isinstance(e, K3Error):
+        return e
+    error = (OutOfMemory if isinstance(e, MemoryError) else K3Error)(f"the step failed: {type(e).__name__}: {e}")
+    error.__cause__ = e
+    return error

@@ -1,0 +1,148 @@
+"""Which sequences hold slots and pages, and whose rows make up the next step."""
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..config import PAGE_SIZE
+from .backend import StepRows
+from .sampling import Draw, SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request from its arrival to its end.
+
+    After every step `len(tokens) = committed + 1` once the prompt is done: the last token is drawn, but not yet run.
+
+    Attributes:
+        request: what was asked (engine.Request).
+        params: resolved, seed and max_tokens filled in.
+        tokens: prompt, then output.
+        num_prompt: tokens of the prompt.
+        committed: tokens in the backend's state.
+        slot, pages: held while it runs; None and () while it waits.
+        arrived, admitted, first, last: times of the engine's clock, in seconds; `first` and `last` of output tokens.
+    """
+
+    request: object
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt: int
+    arrived: float
+    committed: int = 0
+    slot: int | None = None
+    pages: tuple[int, ...] = ()
+    admitted: float | None = None
+    first: float | None = None
+    last: float | None = None
+    _prompt_set: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pages(self) -> int:
+        """Pages for every position it may ever hold."""
+        return -(-(self.num_prompt + self.params.max_tokens) // PAGE_SIZE)
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_output > 0
+
+    def draw(self, position: int) -> Draw:
+        """The token of `position`, which follows all tokens so far."""
+        if not self.params.has_penalties:
+            return Draw(self.params, self.params.seed, position)
+        if self._prompt_set is None:
+            self._prompt_set = np.unique(self.tokens[:self.num_prompt])  # penalties ask only which tokens were there
+        return Draw(self.params, self.params.seed, position, prompt_ids=self._prompt_set, output_ids=self.tokens[self.num_prompt:])
+
+
+@dataclass(frozen=True)
+class Work:
+    """The rows of one sequence in a step: `count` tokens from its committed length on.
+
+    `num_logits` of them, the last ones, want logits: none inside a prompt, one for the token that follows it or is decoded.
+    """
+
+    sequence: Sequence
+    count: int
+    num_logits: int
+
+
+class Scheduler:
+    """First come, first served: slots and pages are given in order of arrival, and taken for the whole life of a request.
+
+    Args:
+        num_slots, num_pages, max_rows: of the backend.
+    """
+
+    def __init__(self, num_slots: int, num_pages: int, max_rows: int):
+        self.max_rows = max_rows
+        # Every decoding sequence gets a row in every step, and a row is left while any prompt waits in a slot.
+        self.num_slots = min(num_slots, max_rows)
+        self.num_pages = num_pages
+        self._free_slots, self._free_pages = list(range(self.num_slots)), list(range(num_pages))
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def free(self) -> tuple[int, int]:
+        """(slots, pages) that nobody holds."""
+        return len(self._free_slots), len(self._free_pages)
+
+    def take(self, num_pages: int) -> tuple[int, tuple[int, ...]] | None:
+        """A slot and pages, lowest numbers first; None where there are not enough."""
+        if not self._free_slots or num_pages > len(self._free_pages):
+            return None
+        return heapq.heappop(self._free_slots), tuple(heapq.heappop(self._free_pages) for _ in range(num_pages))
+
+    def give_back(self, slot: int, pages) -> None:
+        heapq.heappush(self._free_slots, slot)
+        for page in pages:
+            heapq.heappush(self._free_pages, page)
+
+    def admit(self) -> Sequence | None:
+        """Gives the first waiting sequence its slot and pages. It is never overtaken, so that long requests are not starved."""
+        held = self.take(self.waiting[0].num_pages) if self.waiting else None
+        if held is None:
+            return None
+        sequence = self.waiting.popleft()
+        sequence.slot, sequence.pages = held
+        self.running.append(sequence)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes it out, wherever it is, and frees what it holds."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        self.give_back(sequence.slot, sequence.pages)
+        sequence.slot, sequence.pages = None, ()
+
+    def plan(self) -> list[Work]:
+        """Decoding sequences first, then chunks of prompts in order of arrival, at most `max_rows` rows in all."""
+        room, work = self.max_rows, []
+        for sequence in sorted(self.running, key=lambda s: not s.is_decoding):  # stable: arrival within each kind
+            pending = len(sequence.tokens) - sequence.committed
+            count = min(pending, room)
+            if count:
+                work.append(Work(sequence, count, int(count == pending)))
+                room -= count
+        return work
+
+
+def step_rows(work: list[Work]) -> StepRows:
+    """The rows of `work`, sequence after sequence."""
+    token_ids, slots, positions, logit_rows = [], [], [], []
+    for w in work:
+        start, end = w.sequence.committed, w.sequence.committed + w.count
+        token_ids += w.sequence.tokens[start:end]
+        slots += [w.sequence.slot] * w.count
+        positions += range(start, end)
+        logit_rows += range(len(token_ids) - w.num_logits, len(token_ids))
+    return StepRows(*(np.array(x, np.int32) for x in (token_ids, slots, positions, logit_rows)))

@@ -204,10 +204,12 @@ def legal_tps(cfg: K3Config) -> list[int]:
 
 def check_tp(cfg: K3Config, tp: int) -> None:
     """Raises ConfigError if the model does not divide over `tp` ranks; the message names the sizes and the legal values."""
-    bad = _uneven(cfg, tp) if tp in LEGAL_TP else {"tp": tp}
-    if bad:
-        what = ", ".join(f"{name} {value}" for name, value in bad.items() if name != "tp") or "K3's trees"
-        raise ConfigError(f"{what} does not divide over {tp} ranks", f"{', '.join(map(str, legal_tps(cfg)))} fit this model")
+    fit = f"{', '.join(map(str, legal_tps(cfg)))} fit this model"
+    if tp not in LEGAL_TP:
+        raise ConfigError(f"tp {tp} is not one of {', '.join(map(str, LEGAL_TP))}", fit)
+    if bad := _uneven(cfg, tp):
+        what = ", ".join(f"{name} (in at most {parts} pieces)" for name, parts in bad.items())
+        raise ConfigError(f"{what} cannot be cut over {tp} ranks", fit)
 
 
 def _uneven(cfg: K3Config, tp: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """A checkpoint in the released layout: a folder with an index and shards, a folder with one file, or one file."""
 import json
 import logging
+import os
 from functools import cached_property
 from pathlib import Path
 
@@ -10,13 +11,13 @@ from ..config import K3Config
 from ..errors import ConfigError
 from ..weights import Weight, checkpoint_key, expected_tensors, stored_shapes
 from .findings import Finding, counted, error_of, shown
-from .shards import Shards, open_shards, skipped
+from .sampling import SamplingParams
+from .shards import Shards, open_shards
 from .tensor_source import TensorSource
 
 log = logging.getLogger("k3cuda")
 
-GENERATION_CONFIG = "generation_config.json"
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _OTHER_FILES = "use config.json and weights of one release"
 
 
@@ -64,18 +65,18 @@ class Survey:
         self.findings: list[Finding] = list(self.shards.findings)
         self.cfg = self._read_config()
         self.generation_config = self._read_generation_config()
-        if self.cfg and self.shards.files:
+        if self.cfg and (self.shards.files or self.shards.listed):
             self.findings += match(self.cfg, self.shards)
 
     @cached_property
     def skipped(self) -> str:
         """One line about what was not opened, or ""."""
         s = self.shards
-        return s.skipped_tensors and f"skipped {s.skipped_tensors} vision tensors and {len(s.skipped_files)} shards that hold nothing else" or ""
+        return f"skipped {s.skipped_tensors} vision tensors; {len(s.skipped_files)} shards hold nothing else" if s.skipped_tensors else ""
 
     def _read_config(self) -> K3Config | None:
-        path = self.shards.folder / "config.json"
-        if not self.shards.folder.is_dir():
+        path = self.shards.folder / CONFIG
+        if not os.path.isdir(self.shards.folder):
             return None
         try:
             return K3Config.from_json(path)
@@ -88,24 +89,18 @@ class Survey:
         path = self.shards.folder / GENERATION_CONFIG
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            bad = _bad_value(values)
-        except FileNotFoundError:
+            if not isinstance(values, dict):
+                raise ValueError(f"a {type(values).__name__}")
+            SamplingParams().resolved(values)
+            return values
+        except (FileNotFoundError, NotADirectoryError):
             return {}
+        except ConfigError as e:
+            found = e.message
         except (OSError, ValueError, RecursionError) as e:
-            values, bad = {}, f"no JSON ({shown(e)})"
-        if bad:
-            self.findings.append(Finding(str(path), bad, "a JSON object with numbers for sampling", "download the file again, or remove it"))
-        return {} if bad else values
-
-
-def _bad_value(values) -> str:
-    if not isinstance(values, dict):
-        return f"a JSON {type(values).__name__}"
-    for key in _SAMPLING_KEYS:
-        value = values.get(key, 0)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) > 1e9):
-            return f"{key} {shown(repr(value), 60)}"
-    return ""
+            found = f"no JSON object ({shown(e)})"
+        self.findings.append(Finding(str(path), found, "sampling defaults of the release", "download the file again, or remove it"))
+        return {}
 
 
 def match(cfg: K3Config, shards: Shards) -> list[Finding]:
@@ -113,12 +108,11 @@ def match(cfg: K3Config, shards: Shards) -> list[Finding]:
     dims = cfg.dims()
     shapes: dict[str, list[tuple[int, ...]]] = {}
     missing, wrong_shape, wrong_dtype, wanted = [], [], [], set()
-    listed_only = not shards.unreadable and not any(file.malformed for file in shards.files.values())
     for key, weight, _, _ in expected_tensors(cfg):
         wanted.add(key)
         file = shards.owner.get(key)
         if file is None:
-            if key not in shards.listed and (listed_only or shards.index):
+            if key not in shards.listed and key not in shards.unusable:
                 missing.append(key)
             continue
         tensor = file.tensors[key]
@@ -127,8 +121,8 @@ def match(cfg: K3Config, shards: Shards) -> list[Finding]:
             wrong_shape.append((key, file, list(tensor.shape), list(allowed[0])))
         if tensor.dtype != weight.dtype:
             wrong_dtype.append((key, file, tensor.dtype, weight.dtype))
-    unknown = [key for key in shards.owner if key not in wanted and not skipped(key)]
-    return _report(shards, missing, wrong_shape, wrong_dtype, unknown)
+    unknown = [key for names in (shards.owner, shards.listed) for key in names if key not in wanted]
+    return _report(shards, missing, wrong_shape, wrong_dtype, list(dict.fromkeys(unknown)))
 
 
 def _report(shards: Shards, missing, wrong_shape, wrong_dtype, unknown) -> list[Finding]:
@@ -139,9 +133,10 @@ def _report(shards: Shards, missing, wrong_shape, wrong_dtype, unknown) -> list[
     for kind, noun in ((wrong_shape, "shape"), (wrong_dtype, "dtype")):
         if kind:
             key, file, found, wanted = kind[0]
-            more = f" ({len(kind)} tensors with a wrong {noun}, this is the first)" if len(kind) > 1 else ""
-            findings.append(Finding(str(file.path), f"{key} with {noun} {found}{more}", f"{wanted}", _OTHER_FILES))
+            more = f" (the first of {len(kind)} tensors with a wrong {noun})" if len(kind) > 1 else ""
+            findings.append(Finding(str(file.path), f"{key} with {noun} {found}{more}", f"{noun} {wanted}", _OTHER_FILES))
     if unknown:
-        findings.append(Finding(str(shards.owner[unknown[0]].path), f"{counted(unknown, 'tensor')} of no known kind",
-                                "only tensors of a Kimi K3 text model", _OTHER_FILES))
+        first = unknown[0]
+        file = shards.owner[first].path if first in shards.owner else shards.index
+        findings.append(Finding(str(file), f"{counted(unknown, 'tensor')} of no known kind", "only tensors of a Kimi K3 text model", _OTHER_FILES))
     return findings

@@ -100,11 +100,12 @@ def partial_download(path: Path) -> str:
     """What an unfinished download of `path` left, or ""; beside a file that is there only what says that it is not whole."""
     if path.suffix in _PARTIAL:
         return path.name
-    beside = [".aria2"] if path.exists() else _PARTIAL  # aria2 sets aside the whole size at once, and keeps a list beside it
+    there = os.path.exists(path)
+    beside = [".aria2"] if there else _PARTIAL  # aria2 sets aside the whole size at once, and keeps a list beside it
     for suffix in beside:
-        if path.with_name(path.name + suffix).exists():
+        if os.path.exists(f"{path}{suffix}"):
             return path.name + suffix
-    if not path.exists():
+    if not there:
         for folder in (path.parent / ".cache" / "huggingface" / "download", path.parent.parent.parent / "blobs"):
             if left := sorted(folder.glob("*.incomplete")):
                 return f"{len(left)} .incomplete file{'s' if len(left) > 1 else ''} in {folder}"
@@ -134,7 +135,8 @@ def _read_header(path: Path) -> tuple[bytes, int]:
 
 
 def _header_length(path: Path, head: bytes, size: int) -> int:
-    _refuse_other_kinds(path, head)
+    if kind := other_kind(head):
+        raise _Bad(path, kind[0], _WANTED, kind[1])
     if len(head) < 8:
         raise _Bad(path, f"{size} bytes", "at least the 8 bytes of a header length")
     length = int.from_bytes(head[:8], "little")
@@ -149,14 +151,16 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
     return length
 
 
-def _refuse_other_kinds(path: Path, head: bytes) -> None:
+def other_kind(head: bytes) -> tuple[str, str] | None:
+    """(what it is, way out) of a file whose first bytes show that something else was saved under its name."""
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith(b"version https://git-lfs"):
-        raise _Bad(path, "a Git LFS pointer", "the file it stands for", "run `git lfs pull` in its folder, or download the file itself")
+        return "a Git LFS pointer", "run `git lfs pull` in its folder, or download the file itself"
     if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head", b"<!--")):
-        raise _Bad(path, "an HTML or XML page", _WANTED, "the download saved an error or login page: " + _AGAIN)
+        return "an HTML or XML page", "the download saved an error or login page: download the file again"
     if head.startswith((b"GGUF", b"PK\x03\x04", b"\x80\x02")):
-        raise _Bad(path, "a GGUF or torch file", _WANTED, "use the release's safetensors files")
+        return "a GGUF or torch file", "use the release's safetensors files"
+    return None
 
 
 def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding]]:

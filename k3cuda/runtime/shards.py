@@ -1,15 +1,17 @@
 """The files of a checkpoint: which exist, what their headers say, and whether the index tells the truth."""
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..weights import SKIPPED_PREFIXES
 from .findings import Finding, counted, shown
-from .safetensors_file import SafetensorsFile, partial_download
+from .safetensors_file import SafetensorsFile, other_kind, partial_download
 
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
 MAX_INDEX = 256_000_000  # bytes; the release's index has about 60 million
 _AGAIN = "download the file again"
+_WANTED = "a JSON object whose weight_map gives the file of each tensor"
 
 
 @dataclass
@@ -21,6 +23,7 @@ class Shards:
     files: dict[str, SafetensorsFile] = field(default_factory=dict)  # by file name, in the index's order
     owner: dict[str, SafetensorsFile] = field(default_factory=dict)  # tensor name -> file; the first that has it
     listed: dict[str, str] = field(default_factory=dict)             # tensor name -> file name, by the index
+    unusable: set[str] = field(default_factory=set)                  # tensor names that stand somewhere, but wrongly
     unreadable: set[str] = field(default_factory=set)                # file names without a header that can be used
     skipped_tensors: int = 0
     skipped_files: list[str] = field(default_factory=list)
@@ -38,14 +41,14 @@ def skipped(name: str) -> bool:
 
 def open_shards(path: Path) -> Shards:
     """Reads the index and every header of the folder, or the one file, at `path`. Never raises for what it finds there."""
-    if path.suffix == SUFFIX and not path.is_dir():
+    if path.suffix == SUFFIX and not os.path.isdir(path):
         shards = Shards(path.parent)
         _scan(shards, [path.name])
-    elif not path.is_dir():
+    elif not os.path.isdir(path):
         shards = Shards(path)
-        shards.add(path, "no such folder" if not path.exists() else "no folder and no .safetensors file", "the folder of a checkpoint",
+        shards.add(path, "no folder and no .safetensors file" if os.path.exists(path) else "no such folder", "the folder of a checkpoint",
                    "correct the path, or download the release there")
-    elif (path / INDEX).exists() or (path / INDEX).is_symlink():
+    elif os.path.lexists(path / INDEX):
         shards = Shards(path, index=path / INDEX)
         _read_index(shards)
     else:
@@ -56,7 +59,7 @@ def open_shards(path: Path) -> Shards:
 
 def _scan_without_index(shards: Shards) -> None:
     others = sorted(p.name for p in shards.folder.glob("*" + SUFFIX) if p.name != SINGLE)
-    if (shards.folder / SINGLE).exists() or partial_download(shards.folder / SINGLE) or not others:
+    if os.path.lexists(shards.folder / SINGLE) or partial_download(shards.folder / SINGLE) or not others:
         _scan(shards, [SINGLE])
         return
     shards.add(shards.folder / INDEX, f"no such file, but {counted(others, 'shard')}", "the index that names the shards",
@@ -70,29 +73,26 @@ def _read_index(shards: Shards) -> None:
         if size > MAX_INDEX:
             shards.add(shards.index, f"{size:,} bytes", f"at most {MAX_INDEX:,}", _AGAIN)
             return
-        text = shards.index.read_text(encoding="utf-8")
-        top = json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, repeated))
+        data = shards.index.read_bytes()
+        if kind := other_kind(data[:512]):
+            shards.add(shards.index, kind[0], _WANTED, kind[1])
+            return
+        top = json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _object(pairs, repeated))
     except OSError as e:
         shards.add(shards.index, f"an error on reading ({e.strerror or e})", "a readable file", "check permissions and disk")
         return
     except (ValueError, RecursionError) as e:
-        what = "a Git LFS pointer" if text_starts(shards.index, b"version https://git-lfs") else f"no JSON ({shown(e)})"
-        shards.add(shards.index, what, "a JSON object with weight_map", _AGAIN)
+        shards.add(shards.index, f"no JSON ({shown(e)})" if data else "0 bytes", _WANTED, _AGAIN)
         return
     if repeated:
-        shards.add(shards.index, counted(repeated, "tensor") + ", named more than once", "each tensor once", _AGAIN)
+        shards.add(shards.index, f"{counted(repeated, 'name')}, given more than once", "each tensor once", _AGAIN)
     weight_map = top.get("weight_map") if isinstance(top, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         found = "no weight_map" if weight_map is None else f"weight_map {shown(weight_map, 40)}"
-        shards.add(shards.index, found, "an object that maps tensors to files", _AGAIN)
+        shards.add(shards.index, found, _WANTED, _AGAIN)
         return
     _read_map(shards, weight_map)
     _check_total(shards, top.get("metadata"))
-
-
-def text_starts(path: Path, prefix: bytes) -> bool:
-    with path.open("rb") as f:
-        return f.read(len(prefix)) == prefix
 
 
 def _object(pairs: list, repeated: list) -> dict:
@@ -113,12 +113,13 @@ def _read_map(shards: Shards, weight_map: dict) -> None:
     if outside:
         shards.add(shards.index, f"{shown(outside[0])} in the file {shown(weight_map[outside[0]], 60)}"
                    + (f", and {len(outside) - 1} more like it" if len(outside) > 1 else ""), "a file name without a folder", _AGAIN)
+        shards.unusable.update(outside)
     good = {key: name for key, name in weight_map.items() if inside(name)}
     shards.listed = {key: name for key, name in good.items() if not skipped(key)}
     text_files = list(dict.fromkeys(shards.listed.values()))
     shards.skipped_files = sorted(set(good.values()) - set(text_files))
     shards.skipped_tensors = len(good) - len(shards.listed)
-    missing = [name for name in shards.skipped_files if not (shards.folder / name).exists()]
+    missing = [name for name in shards.skipped_files if not os.path.exists(shards.folder / name)]
     if missing:
         shards.notes.append(f"{counted(missing, 'skipped shard')} not there: not needed")
     _scan(shards, text_files)
@@ -126,7 +127,7 @@ def _read_map(shards: Shards, weight_map: dict) -> None:
 
 
 def _scan(shards: Shards, names: list[str]) -> None:
-    missing = [name for name in names if not (shards.folder / name).exists() and not partial_download(shards.folder / name)]
+    missing = [name for name in names if not os.path.lexists(shards.folder / name) and not partial_download(shards.folder / name)]
     if shards.index is None or len(missing) == 1:
         missing = []  # the reader's own words do
     elif missing:
@@ -136,10 +137,12 @@ def _scan(shards: Shards, names: list[str]) -> None:
     for name in names:
         if name not in shards.unreadable:
             _scan_one(shards, name)
-    twice = [key for file in shards.files.values() for key in file.tensors if shards.owner[key] is not file]
+    twice = [key for file in shards.files.values() for key in file.tensors if shards.owner.get(key, file) is not file]
     if twice:
-        second = next(file for file in shards.files.values() if twice[0] in file.tensors and shards.owner[twice[0]] is not file)
-        shards.add(second.path, f"{counted(twice, 'tensor')} that {shards.owner[twice[0]].path.name} has too", "each tensor once", _AGAIN)
+        first = shards.owner[twice[0]]
+        second = next(file for file in shards.files.values() if twice[0] in file.tensors and file is not first)
+        shards.add(second.path, f"{counted(twice, 'tensor')} that {first.path.name} has too", "each tensor once",
+                   "download index and shards of one release")
 
 
 def _scan_one(shards: Shards, name: str) -> None:
@@ -149,6 +152,7 @@ def _scan_one(shards: Shards, name: str) -> None:
         shards.unreadable.add(name)
         return
     shards.files[name] = file
+    shards.unusable |= file.malformed
     for key in file.tensors:
         if not skipped(key):
             shards.owner.setdefault(key, file)

@@ -1,0 +1,138 @@
+"""Everything that is wrong with a model, from headers alone, before anything is loaded or allocated."""
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config import K3Config
+from ..errors import CheckpointError, ConfigError, OutOfMemory
+from ..weights import check_tp, checkpoint_bytes, expected_tensors, layer_weights, legal_tps, rank_bytes
+from .checkpoint import CONFIG, Survey
+from .demo import DEMO, open_demo
+from .findings import Finding, error_of
+from .machine import host
+from .tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
+
+
+@dataclass
+class Report:
+    """What `check` found out.
+
+    Attributes:
+        path: the model as it was named.
+        findings: everything that is wrong.
+        facts: sizes in bytes, counts and legal values, JSON-ready; keys in docs/cli.md.
+        notes: what is worth knowing but wrong with nothing.
+    """
+
+    path: str
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def raise_if_bad(self) -> None:
+        """Raises OutOfMemory if memory is all that is short, CheckpointError with every finding if anything else is wrong."""
+        if self.findings:
+            raise error_of(self.findings, self.path)
+
+    def to_dict(self) -> dict:
+        return {"path": self.path, "ok": self.ok, "findings": [f.to_dict() for f in self.findings], "facts": self.facts, "notes": self.notes}
+
+
+def check(path, tp: int | None = None, draft=None) -> Report:
+    """Looks at a model without loading it.
+
+    Args:
+        path: the folder of a checkpoint, one .safetensors file, or "demo".
+        tp: number of ranks it shall be cut into; None: not asked.
+        draft: a draft model; not checked yet.
+    """
+    report = Report(str(path))
+    if str(path) == DEMO:
+        cfg, folder = open_demo().cfg, None
+    else:
+        cfg, folder = _check_files(report, path)
+    if cfg:
+        _add_sizes(report, cfg)
+        _check_tp(report, cfg, tp, folder)
+        _check_memory(report, cfg, tp or 1)
+        if folder:
+            _check_tokenizer(report, cfg, folder)
+    if draft is not None:
+        report.notes.append(f"the draft model {draft} was not checked: this version has no check for drafts")
+    return report
+
+
+def _check_files(report: Report, path) -> tuple[K3Config | None, Path]:
+    survey = Survey(path)
+    shards = survey.shards
+    report.findings += survey.findings
+    report.notes += shards.notes
+    if survey.skipped:
+        report.notes.append(survey.skipped)
+    report.facts |= {"shards": len(shards.files) + len(shards.unreadable), "tensors": len(shards.owner),
+                     "bytes": sum(f.tensors[key].end - f.tensors[key].begin for key, f in shards.owner.items()),
+                     "skipped_tensors": shards.skipped_tensors, "skipped_shards": len(shards.skipped_files)}
+    if survey.cfg and not survey.cfg.eos_ids:
+        report.notes.append(f"{shards.folder / CONFIG} names no eos_token_id: an answer ends by length or by a stop of yours")
+    return survey.cfg, shards.folder
+
+
+def _add_sizes(report: Report, cfg: K3Config) -> None:
+    report.facts |= {
+        "num_hidden_layers": cfg.num_hidden_layers, "vocab_size": cfg.vocab_size, "max_position_embeddings": cfg.max_position_embeddings,
+        "config_tensors": sum(1 for _ in expected_tensors(cfg)), "config_bytes": checkpoint_bytes(cfg),
+        "legal_tp": legal_tps(cfg), "bytes_per_rank": {str(tp): model_bytes(cfg, tp) for tp in legal_tps(cfg)},
+    }
+
+
+def model_bytes(cfg: K3Config, tp: int = 1, widened: bool = False) -> int:
+    """Bytes of all weights that one of `tp` ranks holds; `widened`: as the reference does, with BF16 held as F32."""
+    dims = cfg.dims()
+    return sum(rank_bytes(w, dims, tp) * (2 if widened and w.dtype == "BF16" else 1)
+               for layer in (None, *range(cfg.num_hidden_layers)) for w in layer_weights(cfg, layer))
+
+
+def _check_tp(report: Report, cfg: K3Config, tp: int | None, folder: Path | None) -> None:
+    try:
+        if tp is not None:
+            check_tp(cfg, tp)
+    except ConfigError as e:
+        legal = ", ".join(map(str, legal_tps(cfg)))
+        report.findings.append(Finding(str(folder / CONFIG) if folder else report.path, e.message, f"a tp of {legal}",
+                                       "ask for one of these"))
+
+
+def _check_memory(report: Report, cfg: K3Config, tp: int) -> None:
+    """The reference backend holds every virtual rank in this process; experts are expanded as they are used, so this is the least."""
+    ranks = tp if tp in legal_tps(cfg) else 1
+    memory = host()
+    needed = model_bytes(cfg, ranks, widened=True) * ranks
+    known = [n for n in (memory["memory_free_bytes"], memory["memory_limit_bytes"]) if n]
+    report.facts |= {"reference_memory_bytes": needed, "host_memory_free_bytes": min(known) if known else None}
+    if known and needed > min(known):
+        report.findings.append(Finding("host memory", f"{min(known) / 1e9:.1f} GB free", f"{needed / 1e9:.1f} GB for the weights of the reference "
+                                       "backend", "use a machine with more memory, or a smaller model", OutOfMemory.code))
+
+
+def _check_tokenizer(report: Report, cfg: K3Config, folder: Path) -> None:
+    there = [name for name in (RANKS_FILE, CONFIG_FILE) if os.path.lexists(folder / name)]
+    if RANKS_FILE not in there:
+        other = " (there is a tokenizer.json, which is not read)" if os.path.lexists(folder / "tokenizer.json") else ""
+        report.notes.append(f"no {RANKS_FILE} in {folder}{other}: prompts can only be given as token ids")
+        return
+    try:
+        tokenizer = Tokenizer.from_dir(folder)
+    except CheckpointError as e:
+        file, _, found = e.message.partition(": ")
+        report.findings.append(Finding(file, found or file, "the tokenizer files of a Kimi K3 release", e.hint or "download them again"))
+        return
+    report.facts["tokenizer_ids"] = tokenizer.vocab_size
+    if tokenizer.vocab_size > cfg.vocab_size:
+        report.findings.append(Finding(str(folder / RANKS_FILE), f"{tokenizer.vocab_size:,} token ids", f"at most vocab_size {cfg.vocab_size:,} of {CONFIG}",
+                                       "use tokenizer and config of one release"))
+    elif tokenizer.vocab_size < cfg.vocab_size:
+        report.notes.append(f"the model has {cfg.vocab_size - tokenizer.vocab_size:,} more ids than its tokenizer")

@@ -1,0 +1,104 @@
+"""Writes a model in the released layout: one layer a shard, an index, the configs, the tokenizer. Any size; one tensor in memory."""
+import json
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from ..config import K3Config
+from ..errors import UsageError
+from ..weights import DTYPE_BYTES, checkpoint_key, layer_weights, stored_shapes
+from .checkpoint import CONFIG, GENERATION_CONFIG
+from .made_config import config_json
+from .shards import INDEX, SINGLE
+from .tensor_source import TensorSource
+
+# The order in which the format's own writer puts dtypes; within one it sorts names, so that expert 10 follows expert 1.
+_DTYPE_ORDER = ("F32", "BF16", "U8")
+_METADATA = {"format": "pt"}
+
+# Stand-ins for the picture half, in shards of their own as in the release: name -> shape, all BF16.
+PROJECTOR = {"mm_projector.proj.0.weight": (32, 48), "mm_projector.proj.2.weight": (16, 32), "mm_projector.pre_norm.weight": (48,)}
+TOWER = {"vision_tower.patch_embed.proj.weight": (8, 3, 4, 4)} | {f"vision_tower.encoder.blocks.{i}.wqkv.weight": (24, 8) for i in range(5)}
+
+
+def write_checkpoint(source: TensorSource, path, *, vision: bool = False, single_file: bool = False) -> Path:
+    """Writes every text tensor of `source` into the folder `path`, which is made.
+
+    Args:
+        source: a `MadeCheckpoint`, or anything else that has `cfg` and `stored`.
+        path: a folder that is empty or does not exist.
+        vision: add small shards of picture tensors, which readers skip.
+        single_file: one model.safetensors without an index.
+    Returns:
+        the folder.
+    Raises:
+        UsageError: the folder is not empty.
+    """
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{path} exists and is not an empty folder", "name a folder that does not exist")
+    path.mkdir(parents=True, exist_ok=True)
+    parts = [_layer(source, layer) for layer in (*range(source.cfg.num_hidden_layers), None)]
+    if single_file:
+        _write_file(path / SINGLE, {key: entry for part in parts for key, entry in part.items()})
+    else:
+        _write_shards(path, parts + [_picture(PROJECTOR), _picture(TOWER)] * vision)
+    _write_json(path / CONFIG, config_json(source.cfg))
+    _write_json(path / GENERATION_CONFIG, source.generation_config)
+    tokenizer = source.tokenizer()
+    if tokenizer.vocab_size <= source.cfg.vocab_size:
+        tokenizer.write_files(path)
+    return path
+
+
+def _layer(source: TensorSource, layer: int | None) -> dict:
+    """Tensor name -> (dtype, shape, a function that makes it) of one layer."""
+    dims, entries = source.cfg.dims(), {}
+    for w in layer_weights(source.cfg, layer):
+        for expert in range(source.cfg.num_experts) if w.per_expert else (None,):
+            make = lambda w=w, expert=expert: source.stored(w, layer, expert)
+            entries[checkpoint_key(w, layer, expert)] = (w.dtype, stored_shapes(w, dims)[0], make)
+    return entries
+
+
+def _picture(shapes: dict) -> dict:
+    return {name: ("BF16", shape, lambda shape=shape: np.ones(shape, ml_dtypes.bfloat16)) for name, shape in shapes.items()}
+
+
+def _write_shards(path: Path, parts: list[dict]) -> None:
+    weight_map, total = {}, 0
+    for i, part in enumerate(parts, 1):
+        name = f"model-{i:05d}-of-{len(parts):06d}.safetensors"  # five digits and six, as in the release
+        total += _write_file(path / name, part)
+        weight_map |= dict.fromkeys(part, name)
+    _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _write_file(path: Path, entries: dict) -> int:
+    """Writes one safetensors file, a tensor at a time; returns the bytes of its tensors."""
+    order, header, size = file_header({name: entry[:2] for name, entry in entries.items()})
+    with path.open("wb") as f:
+        f.write(header)
+        for name in order:
+            f.write(np.ascontiguousarray(entries[name][2]()).view(np.uint8).data)
+    return size
+
+
+def file_header(entries: dict) -> tuple[list[str], bytes, int]:
+    """From name -> (dtype, shape): names in the order of the file, what stands before the first tensor, and bytes of all tensors."""
+    order = sorted(entries, key=lambda name: (_DTYPE_ORDER.index(entries[name][0]), name))
+    header, at = {"__metadata__": _METADATA}, 0
+    for name in order:
+        dtype, shape = entries[name]
+        end = at + prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return order, len(text).to_bytes(8, "little") + text, at
+
+
+def _write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

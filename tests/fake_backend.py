@@ -1,0 +1,110 @@
+"""A backend without a model for tests of the engine: logits follow from the exact tokens before them, and every rule of
+runtime/backend.py is checked. A breach is a BaseException, so that the engine cannot take it for a failed step."""
+from types import SimpleNamespace
+from zlib import crc32
+
+import numpy as np
+
+from k3cuda.config import PAGE_SIZE
+from k3cuda.reference.sample import sample_row
+from k3cuda.runtime.backend import StepCounts
+
+EMPTY = -1  # a cache position that nobody wrote
+
+
+class Breach(BaseException):
+    pass
+
+
+def hold(condition, text):
+    if not condition:
+        raise Breach(text)
+
+
+def fake_logits(tokens, vocab_size: int) -> np.ndarray:
+    """float32 [vocab_size] in [-4, 4): a hash of all tokens, so that any slip in one of them changes everything after it."""
+    seed = crc32(np.asarray(tokens, "<i4").tobytes())
+    mixed = (np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(2654435761) ^ np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-21) - np.float32(4)).astype(np.float32)
+
+
+class FakeBackend:
+    """`bad(tokens)` says whether the logits behind these tokens are NaN. `fail[n]` is raised at the n-th call (from 0) of any of
+    open_slot, step, sample and commit, and `calls` counts them."""
+
+    name, ranks, tp, kv_cache_dtype = "fake", "virtual", 1, "f32"
+
+    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, eos_ids=(), bad=None, fail=None):
+        self.cfg = SimpleNamespace(vocab_size=vocab_size, eos_ids=eos_ids)
+        self.num_slots, self.max_rows, self.max_model_len = num_slots, max_rows, max_model_len
+        self.num_pages = num_slots * -(-max_model_len // PAGE_SIZE) if num_pages is None else num_pages
+        self.bad, self.fail, self.calls, self.closed = bad or (lambda tokens: False), fail or {}, 0, False
+        self.cache = np.full((self.num_pages, PAGE_SIZE), EMPTY)
+        self.slots: dict[int, SimpleNamespace] = {}
+        self.rows, self.counts, self.row_counts = None, StepCounts(), []
+
+    def open_slot(self, slot, pages):
+        self._call()
+        hold(0 <= slot < self.num_slots, "slot out of range")
+        hold(len(set(pages)) == len(pages) and all(0 <= p < self.num_pages for p in pages), "pages out of range or given twice")
+        # Slots are never closed explicitly: whoever held one of these pages has ended, and may not step again.
+        self.slots = {s: x for s, x in self.slots.items() if s != slot and not set(x.pages) & set(pages)}
+        self.slots[slot] = SimpleNamespace(pages=list(pages), tokens=[])
+        self.cache[list(pages)] = EMPTY
+
+    def step(self, rows):
+        self._call()
+        n = len(rows)
+        hold(1 <= n <= self.max_rows, f"{n} rows")
+        for name in ("token_ids", "slots", "positions", "logit_rows"):
+            hold(getattr(rows, name).dtype == np.int32, f"{name} is no int32")
+        hold(len(rows.slots) == len(rows.positions) == n, "arrays of different length")
+        hold(np.all(np.diff(rows.logit_rows) > 0) and all(0 <= r < n for r in rows.logit_rows), "logit_rows not rising")
+        hold(1 + np.count_nonzero(np.diff(rows.slots)) == len(set(rows.slots.tolist())), "rows of a slot are not neighbours")
+        self.rows, self.pending = rows, {}
+        wanted = set(rows.logit_rows.tolist())
+        out = [self._row(r) for r in range(n)]
+        self._logits = np.array([out[r] for r in sorted(wanted)], np.float32).reshape(len(wanted), self.cfg.vocab_size)
+        self.row_counts.append(n)
+        self.counts.steps[self.name] = self.counts.steps.get(self.name, 0) + 1
+
+    def _row(self, r):
+        slot, token, position = (int(x[r]) for x in (self.rows.slots, self.rows.token_ids, self.rows.positions))
+        hold(slot in self.slots, f"slot {slot} is not open")
+        hold(0 <= token < self.cfg.vocab_size, "token outside the vocabulary")
+        state = self.slots[slot]
+        pending = self.pending.setdefault(slot, [])
+        hold(position == len(state.tokens) + len(pending), f"position {position} does not continue slot {slot}")
+        hold(position < min(self.max_model_len, len(state.pages) * PAGE_SIZE), "position beyond the pages")
+        pending.append(token)
+        self.cache[state.pages[position // PAGE_SIZE], position % PAGE_SIZE] = token
+        tokens = self.cache[state.pages].reshape(-1)[:position + 1].tolist()
+        hold(tokens == state.tokens + pending, "cache rows were overwritten by another sequence")
+        return np.full(self.cfg.vocab_size, np.nan) if self.bad(tokens) else fake_logits(tokens, self.cfg.vocab_size)
+
+    def logits(self):
+        return self._logits
+
+    def sample(self, draws):
+        self._call()
+        hold(len(draws) == len(self._logits), "draws and logit rows differ in number")
+        return [sample_row(row, draw) for row, draw in zip(self._logits, draws)]
+
+    def commit(self, accepted):
+        self._call()
+        hold(self.rows is not None, "commit without a step")
+        hold(accepted.dtype == bool and accepted.shape == (len(self.rows),), "accepted is no bool [n]")
+        for slot, pending in self.pending.items():
+            mine = accepted[self.rows.slots == slot]
+            hold(not np.any(np.diff(mine.astype(int)) > 0), "accepted rows are no prefix")
+            self.slots[slot].tokens += pending[:int(mine.sum())]
+        self.rows = None
+
+    def close(self):
+        self.closed = True
+
+    def _call(self):
+        hold(not self.closed, "used after close")
+        number, self.calls = self.calls, self.calls + 1
+        if number in self.fail:
+            raise self.fail.pop(number)

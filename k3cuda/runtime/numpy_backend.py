@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from .. import buffers, weights
 from ..buffers import BUFFERS, Buffer, buffer_shape, step_dims
@@ -18,7 +19,9 @@ from ..stages import GATHER, STACK
 from .backend import StepCounts, StepRows
 
 NUMPY_DTYPE = {"i32": np.int32, "u8": np.uint8}  # every other dtype is held as F32
-_ROW_AXES = ("rows", "head_rows")
+# A product of 8 rows with fewer weights than this is done before a second BLAS thread is awake; on a busy machine waiting
+# for that thread made a step of `demo` six times slower.
+_THREADED_WEIGHTS = 1 << 22
 
 
 class Model:
@@ -73,6 +76,9 @@ class NumpyBackend:
         self.models = [Model(self.cfg, num, r, tp) for r in range(tp)]
         self.arenas = [_arena(self.dims, self.plan.aliases) for _ in range(tp)]
         self._weights = [_load_weights(checkpoint, tp, r) for r in range(tp)]
+        largest = max((np.size(x) for layers in self._weights for held in layers.values() for x in held.values()), default=0)
+        self._blas_threads = None if largest >= _THREADED_WEIGHTS else 1
+        self._blas = ThreadpoolController()
         self._bound: dict[tuple, list] = {}
         self._lengths = np.zeros(max_batch, np.int64)
         self._rows: StepRows | None = None
@@ -135,7 +141,8 @@ class NumpyBackend:
         key = (ops is self.plan.commit, n, m)
         if key not in self._bound:
             self._bound[key] = [[self._bind(op, r, n, m) for r in range(self.tp)] for op in ops]
-        with np.errstate(all="ignore"):  # padding rows hold anything, and a NaN row must stay one row's trouble
+        # Padding rows hold anything, and a NaN row must stay one row's trouble.
+        with np.errstate(all="ignore"), self._blas.limit(limits=self._blas_threads, user_api="blas"):
             for op, calls in zip(ops, self._bound[key]):
                 if op.stage.moves:
                     _exchange(op, [c.b for c in calls])

@@ -137,7 +137,8 @@ def test_text_survives_the_round_trip_and_never_becomes_special(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "same_as"), [("\ud800", "\ufffd"), ("a\udc00b", "a\ufffdb"), ("\ud83d\ude80", "🚀"), ("\ufeff\ud800", "\ufeff\ufffd")]
+    ("text", "same_as"),
+    [("\ud800", "\ufffd"), ("a\udc00b", "a\ufffdb"), ("\ud83d\ude80", "🚀"), ("\ufeff\ud800", "\ufeff\ufffd")],
 )
 def test_surrogates(text, same_as):
     assert TOKENIZER.encode(text) == TOKENIZER.encode(same_as)

@@ -28,16 +28,18 @@ WINDOW_CHARS, MAX_RUN_CHARS = 400_000, 25_000
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LEAD, _TAIL = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-PATTERN = "|".join((
-    r"[\p{Han}]+",
-    f"{_LEAD}{_UPPER}*{_LOWER}+{_TAIL}",
-    f"{_LEAD}{_UPPER}+{_LOWER}*{_TAIL}",
-    r"\p{N}{1,3}",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-    r"\s*[\r\n]+",
-    r"\s+(?!\S)",
-    r"\s+",
-))
+PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        f"{_LEAD}{_UPPER}*{_LOWER}+{_TAIL}",
+        f"{_LEAD}{_UPPER}+{_LOWER}*{_TAIL}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
 
 _RUNS = re.compile(r"\s+|\S+")
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 
-from k3cuda.runtime.text_stream import Answer, Delta, StopStrings, TokenStream, ToolCall, utf8_decoder
+from .text_stream import Answer, Delta, StopStrings, TokenStream, ToolCall, utf8_decoder
 
 THINK, RESPONSE, TOOLS, CALL, ARGUMENT, JSON, BETWEEN, ENDED = (
     "think",

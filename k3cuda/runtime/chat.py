@@ -7,8 +7,8 @@ cuts are part of the format: joining a tag's name, its quotes and its values fir
 
 from typing import NamedTuple
 
-from k3cuda.errors import RequestError
-from k3cuda.runtime.chat_messages import (
+from ..errors import RequestError
+from .chat_messages import (
     ToolTurn,
     arguments_of,
     check_messages,
@@ -18,7 +18,7 @@ from k3cuda.runtime.chat_messages import (
     text_parts,
     to_json,
 )
-from k3cuda.runtime.tokenizer import CLOSE, END_OF_MSG, OPEN, SEP
+from .tokenizer import CLOSE, END_OF_MSG, OPEN, SEP
 
 THINKING_EFFORTS = ("low", "high", "max")
 

@@ -2,7 +2,7 @@
 
 import json
 
-from k3cuda.errors import RequestError
+from ..errors import RequestError
 
 ROLES = ("system", "user", "assistant", "tool")
 _IMAGE_PARTS = ("image", "image_url", "input_image")

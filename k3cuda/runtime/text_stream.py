@@ -7,7 +7,7 @@ both alike, see `TokenStream`.
 import codecs
 from typing import NamedTuple
 
-from k3cuda.errors import RequestError
+from ..errors import RequestError
 
 
 class ToolCall(NamedTuple):

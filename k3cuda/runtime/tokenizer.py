@@ -12,7 +12,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from k3cuda.errors import CheckpointError
+from ..errors import CheckpointError
 
 RANKS_FILE, CONFIG_FILE = "tiktoken.model", "tokenizer_config.json"
 NUM_SPECIAL = 256  # ids after the base vocabulary, named or reserved

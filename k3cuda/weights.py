@@ -180,8 +180,12 @@ def expected_tensors(cfg: K3Config):
     """Yields (checkpoint key, weight, layer, expert) for every tensor of the released text model."""
     for layer in (None, *range(cfg.num_hidden_layers)):
         for w in layer_weights(cfg, layer):
-            for expert in range(cfg.num_experts) if w.per_expert else (None,):
-                yield checkpoint_key(w, layer, expert), w, layer, expert
+            if not w.per_expert:
+                yield checkpoint_key(w, layer), w, layer, None
+                continue
+            before, after = checkpoint_key(w, layer, "*").split("*")
+            for expert in range(cfg.num_experts):
+                yield f"{before}{expert}{after}", w, layer, expert
 
 
 def rank_bytes(weight: Weight, dims: dict[str, int], tp: int = 1, experts: int | None = None) -> int:

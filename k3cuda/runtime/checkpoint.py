@@ -1,4 +1,5 @@
 """A checkpoint in the released layout: a folder with an index and shards, a folder with one file, or one file."""
+import gc
 import json
 import logging
 import os
@@ -34,7 +35,11 @@ class Checkpoint(TensorSource):
         Raises:
             CheckpointError: files missing, damaged, or not matching the config; it lists every problem.
         """
-        survey = Survey(path)
+        return cls.of(Survey(path))
+
+    @classmethod
+    def of(cls, survey: "Survey") -> "Checkpoint":
+        """The checkpoint that `survey` looked at, without a second look at its files."""
         if survey.findings:
             raise error_of(survey.findings, survey.path)
         if survey.skipped:
@@ -61,6 +66,15 @@ class Survey:
 
     def __init__(self, path):
         self.path = Path(path)
+        collecting = gc.isenabled()
+        gc.disable()  # half a million small objects, none of them garbage: the collector would take a third of the time
+        try:
+            self._read()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _read(self) -> None:
         self.shards = open_shards(self.path)
         self.findings: list[Finding] = list(self.shards.findings)
         self.cfg = self._read_config()
@@ -92,6 +106,9 @@ class Survey:
             if not isinstance(values, dict):
                 raise ValueError(f"a {type(values).__name__}")
             SamplingParams().resolved(values)
+            eos = values.get("eos_token_id")
+            if not all(type(i) is int and i >= 0 for i in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
+                raise ConfigError(f"eos_token_id {shown(repr(eos), 60)}")
             return values
         except (FileNotFoundError, NotADirectoryError):
             return {}

@@ -2,7 +2,6 @@
 import numpy as np
 
 from ..weights import Weight
-from .checkpoint import Checkpoint
 from .made_config import made_config
 from .made_model import MadeCheckpoint
 
@@ -39,8 +38,3 @@ def open_demo() -> DemoCheckpoint:
         hidden_size=256, num_hidden_layers=8, num_attention_heads=4, head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         q_lora_rank=64, kv_lora_rank=128, intermediate_size=512, moe_intermediate_size=128, routed_expert_hidden_size=64,
         attn_res_block_size=3, num_experts=16, num_experts_per_token=4))
-
-
-def open_model(model) -> DemoCheckpoint | Checkpoint:
-    """The demo model for "demo", else the checkpoint at the path `model`; a folder called demo is `./demo`."""
-    return open_demo() if str(model) == DEMO else Checkpoint.open(model)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from ..config import K3Config
 from ..errors import CheckpointError, ConfigError, OutOfMemory
-from ..weights import check_tp, checkpoint_bytes, expected_tensors, layer_weights, legal_tps, rank_bytes
-from .checkpoint import CONFIG, Survey
+from ..weights import check_tp, checkpoint_bytes, layer_weights, legal_tps, rank_bytes
+from .checkpoint import CONFIG, Checkpoint, Survey
 from .demo import DEMO, open_demo
 from .findings import Finding, error_of
 from .machine import host
+from .tensor_source import TensorSource
 from .tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
 
 
@@ -28,6 +29,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     facts: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    survey: Survey | None = field(default=None, repr=False)  # None for the demo model
 
     @property
     def ok(self) -> bool:
@@ -37,6 +39,11 @@ class Report:
         """Raises OutOfMemory if memory is all that is short, CheckpointError with every finding if anything else is wrong."""
         if self.findings:
             raise error_of(self.findings, self.path)
+
+    def open(self) -> TensorSource:
+        """The model that was checked, opened without a second look at its files; raises as `raise_if_bad` does."""
+        self.raise_if_bad()
+        return Checkpoint.of(self.survey) if self.survey else open_demo()
 
     def to_dict(self) -> dict:
         return {"path": self.path, "ok": self.ok, "findings": [f.to_dict() for f in self.findings], "facts": self.facts, "notes": self.notes}
@@ -67,15 +74,14 @@ def check(path, tp: int | None = None, draft=None) -> Report:
 
 
 def _check_files(report: Report, path) -> tuple[K3Config | None, Path]:
-    survey = Survey(path)
+    survey = report.survey = Survey(path)
     shards = survey.shards
     report.findings += survey.findings
     report.notes += shards.notes
     if survey.skipped:
         report.notes.append(survey.skipped)
     report.facts |= {"shards": len(shards.files) + len(shards.unreadable), "tensors": len(shards.owner),
-                     "bytes": sum(f.tensors[key].end - f.tensors[key].begin for key, f in shards.owner.items()),
-                     "skipped_tensors": shards.skipped_tensors, "skipped_shards": len(shards.skipped_files)}
+                     "bytes": shards.text_bytes, "skipped_tensors": shards.skipped_tensors, "skipped_shards": len(shards.skipped_files)}
     if survey.cfg and not survey.cfg.eos_ids:
         report.notes.append(f"{shards.folder / CONFIG} names no eos_token_id: an answer ends by length or by a stop of yours")
     return survey.cfg, shards.folder
@@ -84,9 +90,14 @@ def _check_files(report: Report, path) -> tuple[K3Config | None, Path]:
 def _add_sizes(report: Report, cfg: K3Config) -> None:
     report.facts |= {
         "num_hidden_layers": cfg.num_hidden_layers, "vocab_size": cfg.vocab_size, "max_position_embeddings": cfg.max_position_embeddings,
-        "config_tensors": sum(1 for _ in expected_tensors(cfg)), "config_bytes": checkpoint_bytes(cfg),
+        "config_tensors": num_tensors(cfg), "config_bytes": checkpoint_bytes(cfg),
         "legal_tp": legal_tps(cfg), "bytes_per_rank": {str(tp): model_bytes(cfg, tp) for tp in legal_tps(cfg)},
     }
+
+
+def num_tensors(cfg: K3Config) -> int:
+    """Tensors of the text model in a checkpoint."""
+    return sum(cfg.num_experts if w.per_expert else 1 for layer in (None, *range(cfg.num_hidden_layers)) for w in layer_weights(cfg, layer))
 
 
 def model_bytes(cfg: K3Config, tp: int = 1, widened: bool = False) -> int:

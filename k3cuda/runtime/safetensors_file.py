@@ -23,6 +23,7 @@ _NUMPY = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16"
 _PARTIAL = (".incomplete", ".part", ".aria2", ".crdownload")  # what downloaders leave beside a file that is not whole
 _AGAIN = "download the file again"
 _WANTED = "a safetensors file"
+_INT = {int}  # a bool is no size, though Python would count with it
 
 
 class Tensor(NamedTuple):
@@ -97,18 +98,18 @@ class _Bad(Exception):
 
 
 def partial_download(path: Path) -> str:
-    """What an unfinished download of `path` left, or ""; beside a file that is there only what says that it is not whole."""
+    """The file that an unfinished download of `path` left beside it, or "". Where `path` exists, aria2's list of what it lacks."""
     if path.suffix in _PARTIAL:
         return path.name
-    there = os.path.exists(path)
-    beside = [".aria2"] if there else _PARTIAL  # aria2 sets aside the whole size at once, and keeps a list beside it
-    for suffix in beside:
-        if os.path.exists(f"{path}{suffix}"):
-            return path.name + suffix
-    if not there:
-        for folder in (path.parent / ".cache" / "huggingface" / "download", path.parent.parent.parent / "blobs"):
-            if left := sorted(folder.glob("*.incomplete")):
-                return f"{len(left)} .incomplete file{'s' if len(left) > 1 else ''} in {folder}"
+    beside = (".aria2",) if os.path.lexists(path) else _PARTIAL  # aria2 sets aside the whole size at once
+    return next((path.name + suffix for suffix in beside if os.path.exists(f"{path}{suffix}")), "")
+
+
+def hub_leftovers(folder: Path) -> str:
+    """Words about unfinished downloads in the hub client's own folders for `folder`, or ""."""
+    for cache in (folder / ".cache" / "huggingface" / "download", folder.parent.parent / "blobs"):
+        if left := sorted(cache.glob("*.incomplete")):
+            return f" ({len(left)} unfinished .incomplete file{'s' if len(left) > 1 else ''} in {cache})"
     return ""
 
 
@@ -129,7 +130,7 @@ def _read_header(path: Path) -> tuple[bytes, int]:
     except FileNotFoundError:
         if path.is_symlink():
             raise _Bad(path, f"a link to {os.readlink(path)}, which does not exist", _WANTED) from None
-        raise _Bad(path, "no such file", _WANTED, "download it, or correct the path") from None
+        raise _Bad(path, f"no such file{hub_leftovers(path.parent)}", _WANTED, "download it, or correct the path") from None
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         raise _Bad(path, f"an error on reading ({getattr(e, 'strerror', None) or e})", "a readable file", "check permissions and disk") from None
 
@@ -172,7 +173,7 @@ def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding]]:
         raise _Bad(path, f"{values:,} values in the header", f"at most {MAX_VALUES:,}")
     repeated = []
     try:
-        top = json.loads(header.decode("utf-8"), object_pairs_hook=lambda pairs: _object(pairs, repeated), parse_constant=_no_constant)
+        top = json.loads(header.decode("utf-8"), object_pairs_hook=object_hook(repeated), parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise _Bad(path, f"a header that is no JSON ({shown(e)})", "a JSON object") from None
     findings = []
@@ -185,12 +186,16 @@ def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding]]:
     return top, metadata, findings
 
 
-def _object(pairs: list, repeated: list) -> dict:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen = set()
-        repeated += [name for name, _ in pairs if name in seen or seen.add(name)]
-    return result
+def object_hook(repeated: list):
+    """A hook for json.loads that makes dictionaries and puts names given twice in one object into `repeated`."""
+    def hook(pairs: list) -> dict:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            seen = set()
+            repeated.extend(name for name, _ in pairs if name in seen or seen.add(name))
+        return result
+
+    return hook
 
 
 def _no_constant(name: str):
@@ -201,9 +206,7 @@ def _check_entries(path: Path, entries: dict) -> tuple[dict[str, Tensor], list[F
     """The well-formed tensors, and one finding for each kind of malformed entry."""
     tensors, bad = {}, {}
     for name, entry in entries.items():
-        problem = _entry_problem(entry)
-        if not problem and not name.isascii() and name.encode("utf-8", "replace").decode("utf-8") != name:
-            problem = "a name that is no text", "Unicode text"
+        problem = None if _sound(name, entry) else _entry_problem(name, entry)
         if problem:
             bad.setdefault(problem[1], []).append((name, problem[0]))
         else:
@@ -212,17 +215,29 @@ def _check_entries(path: Path, entries: dict) -> tuple[dict[str, Tensor], list[F
     return tensors, [Finding(str(path), _first(names), wanted, _AGAIN) for wanted, names in bad.items()]
 
 
+def _sound(name: str, entry) -> bool:
+    """The common case of `_entry_problem` in one go: the release has half a million entries."""
+    try:
+        shape, (begin, end) = entry["shape"], entry["data_offsets"]
+        return (type(shape) is list and 0 < len(shape) < 8 and {type(begin), type(end), *map(type, shape)} == _INT and 0 <= begin <= end < 2**63
+                and min(shape) >= 0 and prod(shape) * DTYPE_BITS[entry["dtype"]] == (end - begin) * 8 and name.isascii())
+    except (TypeError, KeyError, ValueError):
+        return False
+
+
 def _first(named: list[tuple[str, str]]) -> str:
     name, problem = named[0]
     return f"{shown(name)} with {problem}" + (f", and {len(named) - 1} more like it" if len(named) > 1 else "")
 
 
 def _whole(x, limit: int = 2**63) -> bool:
-    return type(x) is int and 0 <= x < limit  # a bool is an int, but no number here
+    return type(x) is int and 0 <= x < limit
 
 
-def _entry_problem(entry) -> tuple[str, str] | None:
+def _entry_problem(name: str, entry) -> tuple[str, str] | None:
     """(found, wanted) of what is wrong with one tensor's entry on its own."""
+    if name.encode("utf-8", "replace").decode() != name:
+        return "a name that is no text", "Unicode text"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         return f"the entry {shown(entry, 60)}", "an object with dtype, shape and data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -238,10 +253,14 @@ def _entry_problem(entry) -> tuple[str, str] | None:
     return None
 
 
+def _place(item: tuple[str, Tensor]) -> tuple[int, int]:
+    return item[1][2:]
+
+
 def _check_layout(path: Path, tensors: dict[str, Tensor], data_size: int, whole: bool) -> list[Finding]:
     """Overlaps, gaps (where the `whole` header could be read), and a file that ends too early or too late."""
     overlaps, gaps, at, before = [], [], 0, "the header"
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
+    for name, tensor in sorted(tensors.items(), key=_place):
         if tensor.begin < at or whole and tensor.begin > at:
             kind, what = (overlaps, "overlaps") if tensor.begin < at else (gaps, "leaves a gap after")
             kind.append(f"{shown(name)} {what} {shown(before)} by {abs(tensor.begin - at):,} bytes")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..weights import SKIPPED_PREFIXES
 from .findings import Finding, counted, shown
-from .safetensors_file import SafetensorsFile, other_kind, partial_download
+from .safetensors_file import SafetensorsFile, hub_leftovers, object_hook, other_kind, partial_download
 
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
 MAX_INDEX = 256_000_000  # bytes; the release's index has about 60 million
@@ -22,9 +22,11 @@ class Shards:
     index: Path | None = None
     files: dict[str, SafetensorsFile] = field(default_factory=dict)  # by file name, in the index's order
     owner: dict[str, SafetensorsFile] = field(default_factory=dict)  # tensor name -> file; the first that has it
+    twice: dict[str, SafetensorsFile] = field(default_factory=dict)  # tensor name -> a second file that has it
     listed: dict[str, str] = field(default_factory=dict)             # tensor name -> file name, by the index
     unusable: set[str] = field(default_factory=set)                  # tensor names that stand somewhere, but wrongly
     unreadable: set[str] = field(default_factory=set)                # file names without a header that can be used
+    text_bytes: int = 0
     skipped_tensors: int = 0
     skipped_files: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -32,11 +34,6 @@ class Shards:
 
     def add(self, file, found: str, wanted: str, way_out: str) -> None:
         self.findings.append(Finding(str(file), found, wanted, way_out))
-
-
-def skipped(name: str) -> bool:
-    """True for tensors of the picture half, which we never read."""
-    return name.startswith(SKIPPED_PREFIXES)
 
 
 def open_shards(path: Path) -> Shards:
@@ -77,7 +74,7 @@ def _read_index(shards: Shards) -> None:
         if kind := other_kind(data[:512]):
             shards.add(shards.index, kind[0], _WANTED, kind[1])
             return
-        top = json.loads(data.decode("utf-8"), object_pairs_hook=lambda pairs: _object(pairs, repeated))
+        top = json.loads(data.decode("utf-8"), object_pairs_hook=object_hook(repeated))
     except OSError as e:
         shards.add(shards.index, f"an error on reading ({e.strerror or e})", "a readable file", "check permissions and disk")
         return
@@ -95,30 +92,24 @@ def _read_index(shards: Shards) -> None:
     _check_total(shards, top.get("metadata"))
 
 
-def _object(pairs: list, repeated: list) -> dict:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen = set()
-        repeated += [name for name, _ in pairs if name in seen or seen.add(name)]
-    return result
-
-
 def inside(name) -> bool:
     """True for a plain file name: a shard must lie in the checkpoint's own folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def _read_map(shards: Shards, weight_map: dict) -> None:
-    outside = [key for key, name in weight_map.items() if not inside(name)]
+    outside = {name if isinstance(name, str) else None for name in weight_map.values()}
+    outside = {name for name in outside if not inside(name)}
     if outside:
-        shards.add(shards.index, f"{shown(outside[0])} in the file {shown(weight_map[outside[0]], 60)}"
-                   + (f", and {len(outside) - 1} more like it" if len(outside) > 1 else ""), "a file name without a folder", _AGAIN)
-        shards.unusable.update(outside)
-    good = {key: name for key, name in weight_map.items() if inside(name)}
-    shards.listed = {key: name for key, name in good.items() if not skipped(key)}
+        bad = [key for key, name in weight_map.items() if not isinstance(name, str) or name in outside]
+        shards.add(shards.index, f"{shown(bad[0])} in the file {shown(repr(weight_map[bad[0]]), 60)}"
+                   + (f", and {len(bad) - 1} more like it" if len(bad) > 1 else ""), "a file name without a folder", _AGAIN)
+        shards.unusable.update(bad)
+        weight_map = {key: name for key, name in weight_map.items() if isinstance(name, str) and name not in outside}
+    shards.listed = {key: name for key, name in weight_map.items() if not key.startswith(SKIPPED_PREFIXES)}
     text_files = list(dict.fromkeys(shards.listed.values()))
-    shards.skipped_files = sorted(set(good.values()) - set(text_files))
-    shards.skipped_tensors = len(good) - len(shards.listed)
+    shards.skipped_files = sorted(set(weight_map.values()) - set(text_files))
+    shards.skipped_tensors = len(weight_map) - len(shards.listed)
     missing = [name for name in shards.skipped_files if not os.path.exists(shards.folder / name)]
     if missing:
         shards.notes.append(f"{counted(missing, 'skipped shard')} not there: not needed")
@@ -131,17 +122,16 @@ def _scan(shards: Shards, names: list[str]) -> None:
     if shards.index is None or len(missing) == 1:
         missing = []  # the reader's own words do
     elif missing:
-        shards.add(shards.folder, f"no {', '.join(map(shown, missing[:5]))}: {len(missing)} of {len(names)} shards missing",
+        shards.add(shards.folder, f"no {', '.join(map(shown, missing[:5]))}: {len(missing)} of {len(names)} shards missing"
+                   + hub_leftovers(shards.folder),
                    f"all shards of {shards.index.name}", "download them, or correct the path")
     shards.unreadable.update(missing)
     for name in names:
         if name not in shards.unreadable:
             _scan_one(shards, name)
-    twice = [key for file in shards.files.values() for key in file.tensors if shards.owner.get(key, file) is not file]
-    if twice:
-        first = shards.owner[twice[0]]
-        second = next(file for file in shards.files.values() if twice[0] in file.tensors and file is not first)
-        shards.add(second.path, f"{counted(twice, 'tensor')} that {first.path.name} has too", "each tensor once",
+    if shards.twice:
+        key, second = next(iter(shards.twice.items()))
+        shards.add(second.path, f"{counted(shards.twice, 'tensor')} that {shards.owner[key].path.name} has too", "each tensor once",
                    "download index and shards of one release")
 
 
@@ -153,11 +143,13 @@ def _scan_one(shards: Shards, name: str) -> None:
         return
     shards.files[name] = file
     shards.unusable |= file.malformed
-    for key in file.tensors:
-        if not skipped(key):
-            shards.owner.setdefault(key, file)
-        elif shards.index is None:
-            shards.skipped_tensors += 1
+    text = {key: file for key in file.tensors if not key.startswith(SKIPPED_PREFIXES)}
+    if shards.index is None:
+        shards.skipped_tensors += len(file.tensors) - len(text)
+    shards.text_bytes += sum(tensor.end - tensor.begin for key, tensor in file.tensors.items() if key in text)
+    if twice := text.keys() & shards.owner.keys():
+        shards.twice |= dict.fromkeys(sorted(twice), file)
+    shards.owner.update({key: text[key] for key in text.keys() - twice} if twice else text)
 
 
 def _compare(shards: Shards) -> None:
@@ -188,8 +180,7 @@ def _check_total(shards: Shards, metadata) -> None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if total is None or shards.unreadable or shards.findings:
         return
-    text = sum(t.end - t.begin for file in shards.files.values() for t in file.tensors.values())
-    exact = not shards.skipped_files
+    text, exact = shards.text_bytes, not shards.skipped_tensors
     if type(total) is bool or not isinstance(total, (int, float)) or (total != text if exact else total < text):
         shards.add(shards.index, f"metadata.total_size {shown(total, 30)}", f"{'' if exact else 'at least '}{text:,}, the bytes of the "
-                   "tensors" + ("" if exact else " read"), "download index and shards of one release")
+                   "tensors" + ("" if exact else " of the text model"), "download index and shards of one release")

@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 from ..errors import K3Error
 from .sampling import Drawn, SamplingParams
+from .scheduler import Sequence
 from .text_stream import Delta, TokenStream
 
 

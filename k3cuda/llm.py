@@ -1,0 +1,289 @@
+"""The Python interface: text, ids or conversations in, answers out."""
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+
+import numpy as np
+
+from .errors import UsageError
+from .runtime.answer import AnswerParser
+from .runtime.chat import THINKING_EFFORTS, encode_chat
+from .runtime.engine import Engine
+from .runtime.open_model import choice, open_model
+from .runtime.output import Chunk, Collector, Output
+from .runtime.progress import Progress
+from .runtime.prompt_arrays import as_ids, as_prompts
+from .runtime.reasoning_stops import ReasoningStops
+from .runtime.request import Request
+from .runtime.sampling import SamplingParams
+from .runtime.text_stream import TextStream
+
+log = logging.getLogger("k3cuda")
+
+LONG_ANSWER = 32_768  # an open max_tokens above it is announced
+
+
+class LLM:
+    """One model, loaded. A context manager; serves one caller at a time (streams may stay open while other calls run).
+
+    Args:
+        model: the folder of a checkpoint in the released layout, one .safetensors file with its config.json beside it, or "demo";
+            also an open checkpoint (runtime/tensor_source.py).
+        draft_model: not supported yet.
+        tp: ranks the model is cut into; on the CPU they are virtual ranks in this process.
+        decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
+        max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.
+        max_batch: requests that run at once, 1 to 64; more are queued.
+        kv_cache_dtype: "auto" (as the activations), "f32", "bf16" or "fp8_e4m3".
+        activation_dtype: "f32", or "bf16" to round where the release does.
+        seed: makes the seeds that are drawn for requests without one reproducible, in order of the requests.
+
+    Attributes:
+        cfg, tokenizer, generation_config: of the model.
+        backend: runs it; its `counts` say how many steps ran on which decode backend.
+        load_s: seconds that opening took.
+
+    Raises:
+        UsageError: an argument that no model could satisfy.
+        CheckpointError, ConfigError: the model is missing, damaged, or cannot be cut that way; everything wrong is listed at once.
+        OutOfMemory: weights or cache do not fit. DeviceError: the decode backend cannot run here.
+    """
+
+    def __init__(self, model="demo", draft_model=None, tp=1, *, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
+                 activation_dtype="f32", seed=None):
+        self._engine = None
+        seed = SamplingParams(seed=seed).seed  # the same rules
+        start = time.perf_counter()
+        opened = open_model(model, draft_model, tp=tp, decode_backend=decode_backend, max_model_len=max_model_len, max_batch=max_batch,
+                            kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype)
+        self.load_s = time.perf_counter() - start
+        self.backend, self.generation_config, self._eos_ids = opened.backend, opened.generation_config, opened.eos_ids
+        self._tokenizer, self._no_tokenizer = opened.tokenizer, opened.no_tokenizer
+        self._engine = Engine(opened.backend, seeds=None if seed is None else random.Random(seed))
+        self._collectors: dict[str, Collector] = {}
+        self._dropped: deque[str] = deque()  # streams that were garbage collected while open
+        self._ids, self._busy, self._announced = itertools.count(), threading.Lock(), False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self) -> None:
+        """Frees the model; open streams end. May be called twice."""
+        if self._engine is None:
+            return
+        with self._exclusive():
+            self._engine.close()
+            self._pump()  # tells the streams
+            self._engine = None
+
+    @property
+    def cfg(self):
+        return self.backend.cfg
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together that one request can have."""
+        return self._open_engine().context
+
+    @property
+    def tokenizer(self):
+        """Raises CheckpointError where the checkpoint has none: then prompts can only be token ids."""
+        if self._tokenizer is None:
+            raise self._no_tokenizer
+        return self._tokenizer
+
+    def generate(self, prompts, sampling_params=None, *, use_progress: bool | None = None) -> list[Output]:
+        """Continues prompts as they are, without a chat format.
+
+        Args:
+            prompts: a string, a list of integers, a list of strings or of lists of integers, or an integer array [tokens] or
+                [prompts, tokens] of NumPy, CuPy or anything with DLPack. Text is encoded as ordinary text: no markers, no BOS.
+            sampling_params: one for all, or a list with one a prompt; None: the defaults of the checkpoint.
+            use_progress: a line on stderr; None: if that is a terminal.
+        Returns:
+            one Output a prompt, in order; also for a single one. An answer that failed on the way has `error` set.
+        Raises:
+            UsageError, PromptTooLong: before anything runs, if any prompt cannot be run.
+        """
+        with self._exclusive():
+            requests = [(ids, params, self._raw_text(params)) for ids, params in self._paired(self._encoded(prompts), sampling_params)]
+            return self._run(requests, use_progress)
+
+    def chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None):
+        """Answers a conversation, or a list of them.
+
+        Args:
+            messages: OpenAI-style dictionaries (runtime/chat.py: `render`), or a list of such lists.
+            sampling_params: as for `generate`.
+            tools: OpenAI-style declarations. tool_choice: None, "auto", "required" or "none".
+            reasoning_effort: "max" (also None), "high", "low", or "none" to answer without thinking.
+            response_format: None or an object with `type`; it is told to the model, not enforced.
+        Returns:
+            an Output, or a list of them for a list of conversations.
+        Raises:
+            RequestError: a conversation that cannot be rendered. Else as `generate`.
+        """
+        several = isinstance(messages, (list, tuple)) and bool(messages) and all(isinstance(m, (list, tuple)) for m in messages)
+        with self._exclusive():
+            options = dict(tools=tools, reasoning_effort=reasoning_effort, tool_choice=tool_choice, response_format=response_format)
+            prompts = [self._rendered(m, **options) for m in (messages if several else [messages])]
+            requests = [(ids, params, self._chat_text(params, reasoning_effort))
+                        for ids, params in self._paired(prompts, sampling_params)]
+            outputs = self._run(requests, False, is_chat=True)
+            return outputs if several else outputs[0]
+
+    def stream(self, prompt, sampling_params=None) -> "Stream":
+        """Continues one prompt and hands out what is new after each step; arguments and errors of `generate`."""
+        with self._exclusive():
+            prompts = self._encoded(prompt)
+            if len(prompts) != 1:
+                raise UsageError(f"stream: found {len(prompts)} prompts, wanted one", "open a stream for each; they run together")
+            (ids, params), = self._paired(prompts, sampling_params)
+            return Stream(self, self._add(ids, params, self._raw_text(params), is_stream=True))
+
+    def stream_chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None) -> "Stream":
+        """Answers one conversation and hands out what is new after each step; arguments and errors of `chat`."""
+        with self._exclusive():
+            ids = self._rendered(messages, tools=tools, reasoning_effort=reasoning_effort, tool_choice=tool_choice, response_format=response_format)
+            (ids, params), = self._paired([ids], sampling_params)
+            return Stream(self, self._add(ids, params, self._chat_text(params, reasoning_effort), is_chat=True, is_stream=True))
+
+    def logits(self, token_ids) -> np.ndarray:
+        """What the model says after each token of a text, teacher-forced: one token a step from an empty state.
+
+        Args:
+            token_ids: int [tokens], list or array.
+        Returns:
+            float32 [tokens, vocab_size], raw; row i is the law of token i + 1.
+        Raises:
+            PromptTooLong, UsageError: as `generate`; also UsageError while open streams hold every slot.
+        """
+        with self._exclusive():
+            return self._open_engine().logits(as_ids(token_ids))
+
+    # Requests
+
+    def _encoded(self, prompts) -> list[list[int]]:
+        return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in as_prompts(prompts)]
+
+    def _rendered(self, messages, *, tools, reasoning_effort, tool_choice, response_format) -> list[int]:
+        effort = choice("reasoning_effort", "max" if reasoning_effort is None else reasoning_effort, ("none", *THINKING_EFFORTS))
+        thinking = effort != "none"
+        return encode_chat(self.tokenizer, messages, tools, thinking=thinking, thinking_effort=effort if thinking else None,
+                           tool_choice=tool_choice, response_format=response_format)
+
+    def _paired(self, prompts: list[list[int]], given) -> list[tuple[list[int], SamplingParams]]:
+        params = list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
+        if len(params) != len(prompts):
+            raise UsageError(f"sampling_params: found {len(params)} for {len(prompts)} prompts", "give one for all, or one a prompt")
+        for p in params:
+            if p is not None and not isinstance(p, SamplingParams):
+                raise UsageError(f"sampling_params: found {type(p).__name__}, wanted SamplingParams")
+        return [(ids, (p or SamplingParams()).resolved(self.generation_config)) for ids, p in zip(prompts, params)]
+
+    def _raw_text(self, params: SamplingParams):
+        return None if self._tokenizer is None and not params.stop else TextStream(self.tokenizer, params.stop)
+
+    def _chat_text(self, params: SamplingParams, reasoning_effort: str):
+        parser = AnswerParser(self.tokenizer, thinking=reasoning_effort != "none", stop=params.stop)
+        return ReasoningStops(parser, params.stop) if params.stop_in_reasoning and params.stop else parser
+
+    def _add(self, ids, params, text, *, is_chat=False, is_stream=False) -> str:
+        request_id = f"request-{next(self._ids)}"
+        engine = self._open_engine()
+        engine.add(Request(request_id, ids, params, self._eos_ids + ((self.tokenizer.end_of_msg_id,) if is_chat else ()), text))
+        self._collectors[request_id] = Collector(ids, is_stream)
+        if params.max_tokens is None and engine.context - len(ids) > LONG_ANSWER and not self._announced:
+            self._announced = True
+            log.warning("max_tokens is open: an answer may have %s tokens, the rest of the context", f"{engine.context - len(ids):,}")
+        return request_id
+
+    # The loop
+
+    @contextmanager
+    def _exclusive(self):
+        if not self._busy.acquire(blocking=False):
+            raise UsageError("another call on this LLM has not returned yet", "an LLM serves one caller at a time: pass all prompts in one call, or take turns")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise UsageError("this LLM is closed", "make a new one")
+        return self._engine
+
+    def _run(self, requests, use_progress, is_chat=False) -> list[Output]:
+        """Runs requests to their ends; streams that are open advance with them. None is left behind when something is raised."""
+        ids, progress = [], Progress(len(requests), use_progress)
+        try:
+            for request in requests:
+                ids.append(self._add(*request, is_chat=is_chat))
+            while any(self._collectors[i].output is None for i in ids):
+                self._pump()
+                progress.show([self._collectors[i] for i in ids])
+            return [self._collectors[i].output for i in ids]
+        finally:
+            progress.close()
+            for i in ids:
+                self._forget(i)
+
+    def _pump(self) -> None:
+        while self._dropped:
+            self._forget(self._dropped.popleft())
+        for event in self._open_engine().step():
+            if event.request_id in self._collectors:
+                self._collectors[event.request_id].take(event)
+
+    def _forget(self, request_id: str) -> None:
+        if self._engine is not None:
+            self._engine.abort(request_id)
+        self._collectors.pop(request_id, None)
+
+
+class Stream:
+    """An iterator of Chunk for one request. Closing it, or losing it, aborts the request; the last chunk has the whole answer."""
+
+    def __init__(self, llm: LLM, request_id: str):
+        self._llm, self._id, self._collector = llm, request_id, llm._collectors[request_id]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> Chunk:
+        if not self._collector.chunks:
+            self._advance()
+        return self._collector.chunks.popleft()
+
+    def _advance(self) -> None:
+        if self._collector.output is not None or self._id not in self._llm._collectors:
+            self.close()
+            raise StopIteration
+        with self._llm._exclusive():
+            while not self._collector.chunks:
+                self._llm._pump()
+
+    def close(self) -> None:
+        """Ends the request at once and frees its slot; what was not handed out is dropped. May be called twice, and after the end."""
+        self._collector.chunks.clear()
+        if self._id in self._llm._collectors:
+            with self._llm._exclusive():
+                self._llm._forget(self._id)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        # Garbage collection may come in the middle of a step: the next one clears up.
+        self._llm._dropped.append(self._id)

@@ -1,0 +1,112 @@
+"""From what the user calls a model to a backend that runs it. Everything that can be refused is refused before weights are read."""
+import os
+import re
+from dataclasses import dataclass
+
+from ..config import MAX_ROWS
+from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
+from .backend import Backend
+
+REFERENCE = "reference"
+DECODE_BACKENDS = ("auto", REFERENCE, "standard", "latency_specialized")
+KV_CACHE_DTYPES = ("auto", "f32", "bf16", "fp8_e4m3")
+ACTIVATION_DTYPES = ("f32", "bf16")
+_ALIASES = {"ref": REFERENCE, "fp8": "fp8_e4m3", "bfloat16": "bf16", "float32": "f32"}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Model:
+    """An open model.
+
+    Attributes:
+        backend: with the weights loaded.
+        tokenizer: None where the checkpoint has none; `no_tokenizer` says so.
+        generation_config: sampling defaults of the checkpoint.
+        eos_ids: end tokens of config.json and generation_config.json.
+    """
+
+    backend: Backend
+    tokenizer: object
+    generation_config: dict
+    eos_ids: tuple[int, ...]
+    no_tokenizer: CheckpointError | None = None
+
+
+def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
+               activation_dtype="f32") -> Model:
+    """Arguments and errors of `k3cuda.LLM`."""
+    _choose_backend(decode_backend)
+    kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+    activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
+    for name, value, most in (("tp", tp, None), ("max_batch", max_batch, MAX_ROWS), ("max_model_len", max_model_len, None)):
+        _check_count(name, value, most)
+    if draft_model is not None:
+        raise UsageError(f"draft_model: found {str(draft_model)!r}, but this build does not speculate yet", "leave it out")
+    checkpoint = _open_checkpoint(model, tp)
+    try:
+        eos_ids = _eos_ids(checkpoint)
+        tokenizer, no_tokenizer = _tokenizer(checkpoint)
+        from .numpy_backend import NumpyBackend
+
+        backend = NumpyBackend(checkpoint, tp=tp, max_batch=max_batch, max_model_len=max_model_len, activation_dtype=activation_dtype,
+                               kv_cache_dtype=kv_cache_dtype)
+    finally:
+        if checkpoint is not model:
+            checkpoint.close()
+    return Model(backend, tokenizer, dict(checkpoint.generation_config), eos_ids, no_tokenizer)
+
+
+def _tokenizer(checkpoint):
+    try:
+        return checkpoint.tokenizer(), None
+    except CheckpointError as e:
+        return None, e
+
+
+def _eos_ids(checkpoint) -> tuple[int, ...]:
+    found = checkpoint.generation_config.get("eos_token_id")
+    more = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in more):
+        raise ConfigError(f"generation_config.json: eos_token_id: found {found!r:.60}, wanted token ids", "download the file again")
+    return tuple(dict.fromkeys([*checkpoint.cfg.eos_ids, *more]))
+
+
+def choice(name: str, value, names: tuple[str, ...]) -> str:
+    """`value`, or what it is an alias of, if it is one of `names`."""
+    found = _ALIASES.get(value, value) if isinstance(value, str) else value
+    if found not in names:
+        raise UsageError(f"{name}: found {value!r:.60}, wanted {', '.join(names)}")
+    return found
+
+
+def _choose_backend(decode_backend) -> None:
+    name = choice("decode_backend", decode_backend, DECODE_BACKENDS)
+    if name not in ("auto", REFERENCE):
+        raise DeviceError(f"decode_backend {name!r}: this build has no CUDA backend yet", f"use {REFERENCE!r} or 'auto', which run on the CPU")
+
+
+def _check_count(name: str, value, most: int | None) -> None:
+    if value is None and name == "max_model_len":
+        return
+    wanted = "an integer of at least 1" if most is None else f"an integer from 1 to {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+        raise UsageError(f"{name}: found {value!r:.60}, wanted {wanted}")
+
+
+def _open_checkpoint(model, tp: int):
+    from .checkpoint import Checkpoint
+    from .demo import DEMO, open_demo
+    from .preflight import check
+    from .tensor_source import TensorSource
+
+    if isinstance(model, TensorSource):
+        return model
+    if not isinstance(model, (str, os.PathLike)):
+        raise UsageError(f"model: found {type(model).__name__}, wanted the folder of a checkpoint, a .safetensors file, or {DEMO!r}")
+    if _HUB_ID.fullmatch(str(model)) and not os.path.exists(model):
+        name = str(model).rpartition("/")[2]
+        raise CheckpointError(f"{model}: found no folder of that name here, wanted a checkpoint on this machine",
+                              f"nothing is downloaded for you: if it is a name on the hub, run `hf download {model} --local-dir {name}` and give {name}")
+    check(model, tp=tp).raise_if_bad()
+    return open_demo() if str(model) == DEMO else Checkpoint.open(model)

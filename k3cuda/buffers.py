@@ -48,15 +48,14 @@ BUFFERS: tuple[Buffer, ...] = (
 
     _b("embed_partial", "rows hidden_size", "f32", "step", "embedding row on the rank that owns it, zero elsewhere"),
     _b("embed_parts", "ranks rows hidden_size", "f32", "step", "embed_partial of every rank"),
-    _b("hidden", "rows hidden_size", "f32", "step", "prefix sum since the last AttnRes snapshot"),
+    _b("hidden", "rows hidden_size", "f32", "step", "prefix sum since the last AttnRes snapshot, without ffn_out"),
+    _b("ffn_out", "rows hidden_size", "f32", "step", "what the next attn_mix adds to hidden: embedding, dense MLP or LatentMoE"),
     _b("res_blocks", "num_res_blocks rows hidden_size", "f32", "step", "AttnRes snapshots of the prefix sum, in order of creation"),
 
     _b("attn_in", "rows hidden_size", "bf16", "step", "normed input of the attention"),
     _b("kda_f_a_part", "rows kda_head_dim", "bf16", "step", "low-rank decay, this rank's outputs", 1),
     _b("kda_f_a", "rows kda_head_dim", "bf16", "step", "low-rank decay, whole"),
     _b("kda_out_gate", "rows kda_dim", "f32", "step", "before the sigmoid", 1),
-    _b("kda_q", "rows kda_num_heads kda_head_dim", "f32", "step", "L2 norm kda_head_dim^-1/2", 1),
-    _b("kda_o", "rows kda_num_heads kda_head_dim", "f32", "step", "state read with q, after the write", 1),
     _b("mla_q_a_part", "rows q_lora_rank", "f32", "step", "low-rank query, this rank's outputs", 1),
     _b("mla_kv_a_part", "rows mla_cache_dim", "f32", "step", "latent and shared key, this rank's outputs", 1),
     _b("mla_q_a", "rows q_lora_rank", "f32", "step", "low-rank query, whole, before its norm"),
@@ -88,7 +87,6 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("routed_parts", "ranks rows routed_expert_hidden_size", "f32", "step", "routed_partial of every rank"),
     _b("routed_normed", "rows routed_expert_hidden_size", "bf16", "step", "RMSNorm of the complete sum"),
     _b("moe_out_part", "rows hidden_size", "f32", "step", "routed and shared experts, this rank's outputs", 1),
-    _b("moe_out", "rows hidden_size", "f32", "step", "routed and shared experts, whole"),
 
     _b("head_in", "head_rows hidden_size", "bf16", "step", "normed output mixture of the rows in logit_rows"),
     _b("logits_part", "head_rows vocab_size", "f32", "step", "this rank's tokens", 1),

@@ -60,7 +60,7 @@ def build_plan(cfg: K3Config, tp: int = 1) -> Plan:
         for stage in stages:
             if runs_in(stage, cfg, layer):
                 (commit if stage.where == "commit" else ops).append(Op(stage, layer, kinds[kda], blocks))
-                blocks += stage.where == "snapshot"
+                blocks += stage.name == "attn_mix" and cfg.opens_res_block(layer)
         kinds[kda] += 1
     ops += [Op(s, None, 0, blocks) for s in stages if s.where == "end"]
     plan = Plan(cfg, tp, tuple(ops), tuple(commit))
@@ -110,9 +110,8 @@ def validate(plan: Plan) -> None:
             used_weights.add((name, op.layer))
         for name in op.stage.inputs:
             part = instance(plan.aliases.get(name, name), op)
-            # An update of res_blocks writes the first snapshot: nothing is read there before.
-            first_snapshot = name == "res_blocks" and op.num_blocks == 0
-            if part not in written and buffers.BY_NAME[name].life != "session" and not first_snapshot:
+            no_block_yet = name == "res_blocks" and op.num_blocks == 0  # nothing is read there
+            if part not in written and buffers.BY_NAME[name].life != "session" and not no_block_yet:
                 raise PlanError(f"stage {op} reads {name!r} before any stage writes it")
             read.add(part)
         for name in op.stage.outputs:

@@ -24,7 +24,7 @@ class Move:
 class Stage:
     name: str
     header: str                      # file under kernels_cu/stages and module under reference; "" for a collective
-    where: str                       # start, layer, snapshot, kda, mla, dense, moe, end, commit
+    where: str                       # start, layer, kda, mla, dense, moe, end, commit
     reads: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()     # every live row is defined afterwards, whatever was there
@@ -49,29 +49,23 @@ def _collective(name, where, *moves):
     return Stage(name, "", where, reads=tuple(m.source for m in moves), writes=tuple(m.target for m in moves), moves=moves)
 
 
-_RES = "hidden res_blocks"
-_EXPERT = "expert_{0} expert_{0}_scale"
-
 STAGES: tuple[Stage, ...] = (
     _s("embed", "embed", "start", reads="token_ids", weights="embed_tokens", writes="embed_partial"),
     _collective("embed_exchange", "start", ("embed_partial", "embed_parts", STACK)),
-    _s("embed_sum", "embed", "start", reads="embed_parts", writes="hidden"),
+    _s("embed_sum", "embed", "start", reads="embed_parts", writes="hidden ffn_out"),
 
     # ---- attention half ----
-    _s("attn_res_norm", "attn_res", "layer", reads=_RES,
-       weights="self_attention_res_norm self_attention_res_proj input_layernorm", writes="attn_in"),
-    # After the mix, never before it: the mix of a snapshot layer still sees the open prefix sum.
-    _s("res_snapshot", "attn_res", "snapshot", updates=_RES),
+    # Adds what the layer before left, mixes, and only then takes the snapshot: the mix of a snapshot layer still sees the open sum.
+    _s("attn_mix", "attn_res", "layer", reads="ffn_out",
+       weights="self_attention_res_norm self_attention_res_proj input_layernorm", writes="attn_in", updates="hidden res_blocks"),
 
     _s("kda_in", "kda", "kda", reads="attn_in",
        weights="kda_f_a_proj kda_b_proj kda_q_proj kda_k_proj kda_v_proj kda_g_proj",
        writes="kda_f_a_part kda_beta kda_qkv kda_out_gate"),
     _collective("kda_f_a_exchange", "kda", ("kda_f_a_part", "kda_f_a", GATHER)),
-    _s("kda_gate", "kda", "kda", reads="kda_f_a", weights="kda_f_b_proj kda_a_log kda_dt_bias", writes="kda_decay"),
-    _s("kda_conv", "kda", "kda", reads="row_slot kda_qkv conv_state", weights="kda_q_conv kda_k_conv kda_v_conv",
-       writes="kda_q kda_k kda_v"),
-    _s("kda_recurrence", "kda", "kda", reads="row_slot kda_q kda_k kda_v kda_decay kda_beta kda_state", writes="kda_o"),
-    _s("kda_out", "kda", "kda", reads="kda_o kda_out_gate", weights="kda_o_norm", writes="mixer_out"),
+    _s("kda_mix", "kda", "kda", reads="row_slot kda_f_a kda_qkv kda_beta kda_out_gate conv_state kda_state",
+       weights="kda_f_b_proj kda_a_log kda_dt_bias kda_q_conv kda_k_conv kda_v_conv kda_o_norm",
+       writes="kda_decay kda_k kda_v mixer_out"),
 
     _s("mla_in", "mla", "mla", reads="attn_in", weights="mla_q_a_proj mla_kv_a_proj mla_g_proj",
        writes="mla_q_a_part mla_kv_a_part mla_out_gate"),
@@ -85,33 +79,31 @@ STAGES: tuple[Stage, ...] = (
 
     _s("o_proj", "o_proj", "layer", reads="mixer_out", weights="o_proj", writes="attn_partial"),
     _collective("attn_exchange", "layer", ("attn_partial", "attn_parts", STACK)),
-    _s("attn_sum", "o_proj", "layer", reads="attn_parts", updates="hidden"),
 
     # ---- feed-forward half ----
-    _s("ffn_res_norm", "attn_res", "layer", reads=_RES, weights="mlp_res_norm mlp_res_proj post_attention_layernorm", writes="ffn_in"),
+    _s("ffn_mix", "attn_res", "layer", reads="attn_parts res_blocks", weights="mlp_res_norm mlp_res_proj post_attention_layernorm",
+       writes="ffn_in", updates="hidden"),
 
     _s("dense_up", "dense", "dense", reads="ffn_in", weights="dense_gate_proj dense_up_proj", writes="dense_act"),
     _s("dense_down", "dense", "dense", reads="dense_act", weights="dense_down_proj", writes="dense_partial"),
     _collective("dense_exchange", "dense", ("dense_partial", "dense_parts", STACK)),
-    _s("dense_sum", "dense", "dense", reads="dense_parts", updates="hidden"),
+    _s("dense_sum", "dense", "dense", reads="dense_parts", writes="ffn_out"),
 
-    _s("moe_in", "moe", "moe", reads="ffn_in", weights="router latent_down", writes="router_logits_part moe_latent_part"),
+    _s("moe_in", "moe", "moe", reads="ffn_in", weights="router latent_down shared_gate_proj shared_up_proj",
+       writes="router_logits_part moe_latent_part shared_act"),
     _collective("moe_in_exchange", "moe", ("router_logits_part", "router_logits", GATHER), ("moe_latent_part", "moe_latent", GATHER)),
-    _s("shared_up", "moe", "moe", reads="ffn_in", weights="shared_gate_proj shared_up_proj", writes="shared_act"),
-    _s("shared_down", "moe", "moe", reads="shared_act", weights="shared_down_proj", writes="shared_partial"),
     _s("route", "moe", "moe", reads="router_logits", weights="e_score_correction_bias", writes="expert_ids expert_weights"),
-    _s("expert_up", "moe", "moe", reads="row_slot moe_latent expert_ids",
-       weights=f"{_EXPERT.format('w1')} {_EXPERT.format('w3')}", writes="expert_act"),
-    _s("expert_down", "moe", "moe", reads="row_slot expert_act expert_ids expert_weights", weights=_EXPERT.format("w2"),
-       writes="routed_partial"),
+    _s("expert_up", "moe", "moe", reads="row_slot moe_latent expert_ids", weights="expert_w1 expert_w1_scale expert_w3 expert_w3_scale",
+       writes="expert_act"),
+    _s("moe_down", "moe", "moe", reads="row_slot shared_act expert_act expert_ids expert_weights",
+       weights="shared_down_proj expert_w2 expert_w2_scale", writes="routed_partial shared_partial"),
     _collective("moe_sum_exchange", "moe", ("routed_partial", "routed_parts", STACK), ("shared_partial", "shared_parts", SCATTER)),
     _s("routed_norm", "moe", "moe", reads="routed_parts", weights="routed_expert_norm", writes="routed_normed"),
     _s("latent_up", "moe", "moe", reads="routed_normed shared_parts", weights="latent_up", writes="moe_out_part"),
-    _collective("moe_out_exchange", "moe", ("moe_out_part", "moe_out", GATHER)),
-    _s("moe_sum", "moe", "moe", reads="moe_out", updates="hidden"),
+    _collective("moe_out_exchange", "moe", ("moe_out_part", "ffn_out", GATHER)),
 
     # ---- output ----
-    _s("output_res_norm", "attn_res", "end", reads=f"{_RES} logit_rows",
+    _s("output_mix", "attn_res", "end", reads="logit_rows ffn_out hidden res_blocks",
        weights="output_attn_res_norm output_attn_res_proj final_norm", writes="head_in"),
     _s("lm_head", "lm_head", "end", reads="head_in", weights="lm_head", writes="logits_part"),
     _collective("logits_exchange", "end", ("logits_part", "logits", GATHER)),
@@ -126,5 +118,5 @@ BY_NAME = {s.name: s for s in STAGES}
 def runs_in(stage: Stage, cfg: K3Config, layer: int) -> bool:
     """Whether a stage of the layers runs in `layer`."""
     kda, dense = cfg.is_kda(layer), cfg.is_dense(layer)
-    return {"layer": True, "snapshot": cfg.opens_res_block(layer), "kda": kda, "mla": not kda, "dense": dense, "moe": not dense,
+    return {"layer": True, "kda": kda, "mla": not kda, "dense": dense, "moe": not dense,
             "commit": kda}.get(stage.where, False)

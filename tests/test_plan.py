@@ -59,20 +59,20 @@ def test_phases_are_one_more_than_the_latest_wait(plan):
         assert op.phase == 1 + max((plan.ops[w].phase for w in op.waits), default=-1)
 
 
-def test_independent_stages_share_a_phase(plan):
-    """The router and the shared expert both read ffn_in and nothing of each other: no barrier between them."""
+def test_phases_of_the_moe_half(plan):
     phase = {op.stage.name: op.phase for op in plan.ops if op.layer == 1}
-    assert phase["moe_in"] == phase["shared_up"] and phase["kda_conv"] < phase["kda_gate"]
+    assert phase["moe_in_exchange"] == phase["route"] - 1 == phase["moe_in"] + 1
+    assert phase["moe_down"] == phase["expert_up"] + 1
 
 
 def test_snapshots_are_seen_when_the_release_sees_them(plan, cfg):
     """Pre-attention mix of layer i: ceil(i/12) blocks, the open sum not yet pushed; pre-FFN mix: floor(i/12) + 1."""
     for op in plan.ops:
-        if op.stage.name == "attn_res_norm":
+        if op.stage.name == "attn_mix":
             assert op.num_blocks == -(-op.layer // cfg.attn_res_block_size)
-        if op.stage.name == "ffn_res_norm":
+        if op.stage.name == "ffn_mix":
             assert op.num_blocks == op.layer // cfg.attn_res_block_size + 1
-    assert next(op for op in plan.ops if op.stage.name == "output_res_norm").num_blocks == 8
+    assert next(op for op in plan.ops if op.stage.name == "output_mix").num_blocks == 8
 
 
 def test_bytes_of_one_rank_equal_the_published_table(cfg, plan):
@@ -99,12 +99,12 @@ def with_stage(name, **changes):
 
 
 @pytest.mark.parametrize("stages_, message", [
-    (with_stage("kda_out", reads=("kda_o", "mla_out_gate")), "reads 'mla_out_gate' before any stage writes it"),
+    (with_stage("o_proj", reads=("mixer_out", "mla_out_gate")), "reads 'mla_out_gate' before any stage writes it"),
     (with_stage("kda_in", reads=("attn_inn",)), "names buffer 'attn_inn'"),
     (with_stage("o_proj", weights=("mla_q_b_proj",)), "names weight 'mla_q_b_proj', which its layer does not have"),
     (with_stage("o_proj", weights=()), "no stage uses weight 'o_proj' of layer 0"),
-    (with_stage("shared_down", reads=("expert_act",)), "reads 'expert_act' before any stage writes it"),
-    (tuple(s for s in STAGES if s.name != "kda_out"), "reads 'mixer_out' before"),
+    (with_stage("route", reads=("router_logits", "expert_act")), "reads 'expert_act' before any stage writes it"),
+    (tuple(s for s in STAGES if s.name != "kda_mix"), "reads 'mixer_out' before"),
     (with_stage("latent_up", reads=("routed_normed",)), "nothing reads 'shared_parts'"),
 ], ids=["unwritten", "unknown-buffer", "absent-weight", "unused-weight", "too-early", "no-writer", "unread"])
 def test_tables_that_contradict_themselves(monkeypatch, cfg, stages_, message):

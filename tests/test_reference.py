@@ -29,8 +29,8 @@ class Recorder:
 
     def __call__(self, op, arenas):
         row, a = self.first, arenas[0]
-        if op.stage.name in ("dense_sum", "moe_sum"):
-            self.layer_out[row, op.layer] = a["hidden"][0]
+        if op.stage.name in ("dense_sum", "latent_up"):  # the prefix sum after a layer: hidden and what is yet to be added
+            self.layer_out[row, op.layer] = a["hidden"][0] + a["ffn_out"][0]
         if op.stage.name == "route":
             self.expert_ids[row, op.layer - 1] = a["expert_ids"][0]
             self.expert_weights[row, op.layer - 1] = a["expert_weights"][0]

@@ -1,7 +1,10 @@
-"""AttnRes: a softmax over depth that mixes closed block snapshots with the open prefix sum, and the norm that follows it."""
+"""AttnRes: a softmax over depth that mixes closed snapshots with the open prefix sum.
+
+A mix first adds to the prefix sum what the half layer before it left, and ends with the norm of the half layer it feeds.
+"""
 import numpy as np
 
-from .numerics import inverse_rms, rms_norm
+from .numerics import inverse_rms, rms_norm, tree_sum
 
 
 def _mix(m, hidden, blocks, norm, proj):
@@ -15,23 +18,26 @@ def _mix(m, hidden, blocks, norm, proj):
     return m.num.round((weights * sources).sum(0))
 
 
-def attn_res_norm(m, w, b, op):
+def attn_mix(m, w, b, op):
+    r = m.num.round
+    b.hidden[:] = r(b.hidden + b.ffn_out)
     x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.self_attention_res_norm, w.self_attention_res_proj)
     b.attn_in[:] = rms_norm(x, w.input_layernorm, m.cfg.rms_norm_eps, m.num)
+    if m.cfg.opens_res_block(op.layer):
+        b.res_blocks[op.num_blocks] = b.hidden
+        b.hidden[:] = 0
 
 
-def res_snapshot(m, w, b, op):
-    b.res_blocks[op.num_blocks] = b.hidden
-    b.hidden[:] = 0
-
-
-def ffn_res_norm(m, w, b, op):
+def ffn_mix(m, w, b, op):
+    r = m.num.round
+    b.hidden[:] = r(b.hidden + r(tree_sum(b.attn_parts)))
     x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.mlp_res_norm, w.mlp_res_proj)
     b.ffn_in[:] = rms_norm(x, w.post_attention_layernorm, m.cfg.rms_norm_eps, m.num)
 
 
-def output_res_norm(m, w, b, op):
+def output_mix(m, w, b, op):
     rows = b.logit_rows[b.logit_rows >= 0]
-    x = _mix(m, b.hidden[rows], b.res_blocks[:op.num_blocks, rows], w.output_attn_res_norm, w.output_attn_res_proj)
+    hidden = m.num.round(b.hidden[rows] + b.ffn_out[rows])
+    x = _mix(m, hidden, b.res_blocks[:op.num_blocks, rows], w.output_attn_res_norm, w.output_attn_res_proj)
     b.head_in[:] = 0
     b.head_in[:len(rows)] = rms_norm(x, w.final_norm, m.cfg.rms_norm_eps, m.num)

@@ -16,4 +16,4 @@ def dense_down(m, w, b, op):
 
 
 def dense_sum(m, w, b, op):
-    b.hidden[:] = m.num.round(b.hidden + m.num.round(tree_sum(b.dense_parts)))
+    b.ffn_out[:] = m.num.round(tree_sum(b.dense_parts))

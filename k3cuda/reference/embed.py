@@ -1,4 +1,4 @@
-"""Token ids to the first prefix sum."""
+"""Token ids to what the first layer adds to an empty prefix sum."""
 from .numerics import tree_sum
 
 
@@ -11,4 +11,5 @@ def embed(m, w, b, op):
 
 
 def embed_sum(m, w, b, op):
-    b.hidden[:] = tree_sum(b.embed_parts)
+    b.hidden[:] = 0
+    b.ffn_out[:] = tree_sum(b.embed_parts)

@@ -18,29 +18,42 @@ def kda_in(m, w, b, op):
     b.kda_out_gate[:] = r(linear(x, w.kda_g_proj))
 
 
-def kda_gate(m, w, b, op):
-    """log decay = lower_bound sigmoid(exp(A_log) (f + dt_bias)): bounded by a sigmoid, not by clamping a softplus."""
-    z = m.num.round(linear(b.kda_f_a, w.kda_f_b_proj)) + w.kda_dt_bias
-    z = z.reshape(b.kda_decay.shape)
-    b.kda_decay[:] = F32(m.cfg.linear_attn_config.gate_lower_bound) * sigmoid(np.exp(w.kda_a_log)[:, None] * z)
-
-
-def kda_conv(m, w, b, op):
-    """Causal depthwise conv over the stored window and the step's own rows, newest input on the last tap; then SiLU."""
-    taps = (w.kda_q_conv, w.kda_k_conv, w.kda_v_conv)
-    width = taps[0].shape[1]
+def kda_mix(m, w, b, op):
+    b.kda_decay[:] = _log_decay(m, w, b.kda_f_a).reshape(b.kda_decay.shape)
+    q = np.zeros_like(b.kda_k)
+    o = np.zeros_like(b.kda_k)
     for slot, rows in m.sequences(b.row_slot):
-        inputs = np.concatenate([b.conv_state[slot], b.kda_qkv[rows].swapaxes(0, 1)], axis=1)  # [3, history + n, c]
-        n, out = rows.stop - rows.start, []
-        for u, tap in zip(inputs, taps):
-            y = u[:n] * tap[:, 0]
-            for j in range(1, width):
-                y = y + u[j:j + n] * tap[:, j]
-            out.append(m.num.round(silu(y)).reshape(n, *b.kda_q.shape[1:]))
-        q, k, v = out
-        b.kda_q[rows] = _l2norm(q) * F32(q.shape[-1] ** -0.5)
-        b.kda_k[rows] = _l2norm(k)
-        b.kda_v[rows] = v
+        q[rows], b.kda_k[rows], b.kda_v[rows] = _conv(m, w, b, slot, rows)
+        state = b.kda_state[slot].copy()
+        for r in range(rows.start, rows.stop):
+            _advance(state, b.kda_k[r], b.kda_v[r], b.kda_decay[r], b.kda_beta[r])
+            o[r] = np.matmul(q[r][:, None, :], state)[:, 0]
+    # Norm over each head first, output gate second.
+    o = o * inverse_rms(o, m.cfg.rms_norm_eps) * w.kda_o_norm
+    b.mixer_out[:] = m.num.round(o.reshape(b.mixer_out.shape) * sigmoid(b.kda_out_gate))
+
+
+def _log_decay(m, w, f_a):
+    """lower_bound sigmoid(exp(A_log) (f + dt_bias)), [n, c]: bounded by a sigmoid, not by clamping a softplus."""
+    z = m.num.round(linear(f_a, w.kda_f_b_proj)) + w.kda_dt_bias
+    per_channel = np.repeat(np.exp(w.kda_a_log), len(w.kda_dt_bias) // len(w.kda_a_log))
+    return F32(m.cfg.linear_attn_config.gate_lower_bound) * sigmoid(per_channel * z)
+
+
+def _conv(m, w, b, slot, rows):
+    """Causal depthwise conv over the stored window and the step's own rows, newest input on the last tap; then SiLU.
+
+    Returns q, k, v [n, h, d]; q and k with L2 norm d^-1/2 and 1.
+    """
+    inputs = np.concatenate([b.conv_state[slot], b.kda_qkv[rows].swapaxes(0, 1)], axis=1)  # [3, history + n, c]
+    n, out = rows.stop - rows.start, []
+    for u, tap in zip(inputs, (w.kda_q_conv, w.kda_k_conv, w.kda_v_conv)):
+        y = u[:n] * tap[:, 0]
+        for j in range(1, tap.shape[1]):
+            y = y + u[j:j + n] * tap[:, j]
+        out.append(m.num.round(silu(y)).reshape(n, *b.kda_k.shape[1:]))
+    q, k, v = out
+    return _l2norm(q) * F32(q.shape[-1] ** -0.5), _l2norm(k), v
 
 
 def _l2norm(x):
@@ -52,20 +65,6 @@ def _advance(state, k, v, decay, beta):
     state *= np.exp(decay)[:, :, None]
     delta = beta[:, None] * (v - np.matmul(k[:, None, :], state)[:, 0])
     state += k[:, :, None] * delta[:, None, :]
-
-
-def kda_recurrence(m, w, b, op):
-    for slot, rows in m.sequences(b.row_slot):
-        state = b.kda_state[slot].copy()
-        for r in range(rows.start, rows.stop):
-            _advance(state, b.kda_k[r], b.kda_v[r], b.kda_decay[r], b.kda_beta[r])
-            b.kda_o[r] = np.matmul(b.kda_q[r][:, None, :], state)[:, 0]
-
-
-def kda_out(m, w, b, op):
-    """Norm over each head first, output gate second."""
-    o = b.kda_o * inverse_rms(b.kda_o, m.cfg.rms_norm_eps) * w.kda_o_norm
-    b.mixer_out[:] = m.num.round(o.reshape(b.mixer_out.shape) * sigmoid(b.kda_out_gate))
 
 
 def kda_commit(m, w, b, op):

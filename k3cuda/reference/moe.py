@@ -12,6 +12,7 @@ from .numerics import F32, linear, linear_of_some, rms_norm, sigmoid, situ, tree
 def moe_in(m, w, b, op):
     b.router_logits_part[:] = linear(b.ffn_in, w.router)  # F32: a flipped choice of expert is not a rounding error
     b.moe_latent_part[:] = m.num.round(linear(b.ffn_in, w.latent_down))
+    b.shared_act[:] = glu(m, b.ffn_in, w.shared_gate_proj, w.shared_up_proj)
 
 
 def route(m, w, b, op):
@@ -22,14 +23,6 @@ def route(m, w, b, op):
     chosen = np.take_along_axis(scores, ids, axis=-1)
     b.expert_ids[:] = ids
     b.expert_weights[:] = chosen / (chosen.sum(-1, keepdims=True) + F32(1e-20)) * F32(m.cfg.routed_scaling_factor)
-
-
-def shared_up(m, w, b, op):
-    b.shared_act[:] = glu(m, b.ffn_in, w.shared_gate_proj, w.shared_up_proj)
-
-
-def shared_down(m, w, b, op):
-    b.shared_partial[:] = linear(b.shared_act, w.shared_down_proj)
 
 
 def _chosen(b):
@@ -46,7 +39,8 @@ def expert_up(m, w, b, op):
         b.expert_act[rows, places] = m.num.round(situ(gate, up, m.cfg))
 
 
-def expert_down(m, w, b, op):
+def moe_down(m, w, b, op):
+    b.shared_partial[:] = linear(b.shared_act, w.shared_down_proj)
     b.routed_partial[:] = 0
     for expert, rows, places in _chosen(b):
         act = b.expert_act[rows, places]
@@ -63,6 +57,3 @@ def latent_up(m, w, b, op):
     routed = m.num.round(linear(b.routed_normed, w.latent_up))
     b.moe_out_part[:] = m.num.round(routed + m.num.round(tree_sum(b.shared_parts)))
 
-
-def moe_sum(m, w, b, op):
-    b.hidden[:] = m.num.round(b.hidden + b.moe_out)

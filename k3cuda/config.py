@@ -262,7 +262,7 @@ def _contradictions(cfg: K3Config) -> list[str]:
     want(lin.short_conv_kernel_size >= 2, f"linear_attn_config.short_conv_kernel_size: found {lin.short_conv_kernel_size}, wanted at least 2")
     want(lin.gate_lower_bound < 0, f"linear_attn_config.gate_lower_bound: found {lin.gate_lower_bound}, wanted a negative bound")
     both = sorted(lin.kda_layers + lin.full_attn_layers)
-    want(both == list(layers), f"linear_attn_config: kda_layers and full_attn_layers name {_short_list(both)}, wanted each of "
+    want(len(both) == len(layers) and both == list(layers), f"linear_attn_config: kda_layers and full_attn_layers name {_short_list(both)}, wanted each of "
                                f"1..{cfg.num_hidden_layers} once")
     want(cfg.num_key_value_heads == cfg.num_attention_heads,
          f"num_key_value_heads {cfg.num_key_value_heads} differs from num_attention_heads {cfg.num_attention_heads}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..config import K3Config
 from ..errors import ConfigError
-from ..weights import Weight, checkpoint_key, expected_tensors, stored_shapes
+from ..weights import Weight, checkpoint_key, expected_tensors, layer_weights, stored_shapes
 from .findings import Finding, counted, error_of, shown
 from .sampling import SamplingParams
 from .shards import Shards, open_shards
@@ -19,6 +19,7 @@ from .tensor_source import TensorSource
 log = logging.getLogger("k3cuda")
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+MAX_TENSORS = 5_000_000  # ten times the release: a config that calls for more is wrong, and would keep us looking for hours
 _OTHER_FILES = "use config.json and weights of one release"
 
 
@@ -120,9 +121,16 @@ class Survey:
         return {}
 
 
+def num_tensors(cfg: K3Config) -> int:
+    """Tensors of the text model in a checkpoint."""
+    return sum(cfg.num_experts if w.per_expert else 1 for layer in (None, *range(cfg.num_hidden_layers)) for w in layer_weights(cfg, layer))
+
+
 def match(cfg: K3Config, shards: Shards) -> list[Finding]:
     """Tensors that the config wants against those that the headers have: missing, of another shape or dtype, and unknown ones."""
-    dims = cfg.dims()
+    dims, count = cfg.dims(), num_tensors(cfg)
+    if count > MAX_TENSORS:
+        return [Finding(str(shards.folder / CONFIG), f"{count:,} tensors called for", f"at most {MAX_TENSORS:,}", _OTHER_FILES)]
     shapes: dict[str, list[tuple[int, ...]]] = {}
     missing, wrong_shape, wrong_dtype, wanted = [], [], [], set()
     for key, weight, _, _ in expected_tensors(cfg):
@@ -155,5 +163,6 @@ def _report(shards: Shards, missing, wrong_shape, wrong_dtype, unknown) -> list[
     if unknown:
         first = unknown[0]
         file = shards.owner[first].path if first in shards.owner else shards.index
-        findings.append(Finding(str(file), f"{counted(unknown, 'tensor')} of no known kind", "only tensors of a Kimi K3 text model", _OTHER_FILES))
+        findings.append(Finding(str(file), f"{counted(unknown, 'tensor')} of no known kind", "only tensors of a Kimi K3 text model",
+                                _OTHER_FILES))
     return findings

@@ -35,6 +35,6 @@ def open_demo() -> DemoCheckpoint:
     9 million parameters, and the 582 ids of the demo tokenizer.
     """
     return DemoCheckpoint(made_config(
-        hidden_size=256, num_hidden_layers=8, num_attention_heads=4, head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-        q_lora_rank=64, kv_lora_rank=128, intermediate_size=512, moe_intermediate_size=128, routed_expert_hidden_size=64,
+        hidden_size=256, num_hidden_layers=8, num_attention_heads=4, head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, q_lora_rank=64, kv_lora_rank=128, intermediate_size=512, moe_intermediate_size=128, routed_expert_hidden_size=64,
         attn_res_block_size=3, num_experts=16, num_experts_per_token=4))

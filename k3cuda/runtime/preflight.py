@@ -6,7 +6,7 @@ from pathlib import Path
 from ..config import K3Config
 from ..errors import CheckpointError, ConfigError, OutOfMemory
 from ..weights import check_tp, checkpoint_bytes, layer_weights, legal_tps, rank_bytes
-from .checkpoint import CONFIG, Checkpoint, Survey
+from .checkpoint import CONFIG, Checkpoint, Survey, num_tensors
 from .demo import DEMO, open_demo
 from .findings import Finding, error_of
 from .machine import host
@@ -46,7 +46,8 @@ class Report:
         return Checkpoint.of(self.survey) if self.survey else open_demo()
 
     def to_dict(self) -> dict:
-        return {"path": self.path, "ok": self.ok, "findings": [f.to_dict() for f in self.findings], "facts": self.facts, "notes": self.notes}
+        return {"path": self.path, "ok": self.ok, "findings": [f.to_dict() for f in self.findings], "facts": self.facts,
+                "notes": self.notes}
 
 
 def check(path, tp: int | None = None, draft=None) -> Report:
@@ -95,11 +96,6 @@ def _add_sizes(report: Report, cfg: K3Config) -> None:
     }
 
 
-def num_tensors(cfg: K3Config) -> int:
-    """Tensors of the text model in a checkpoint."""
-    return sum(cfg.num_experts if w.per_expert else 1 for layer in (None, *range(cfg.num_hidden_layers)) for w in layer_weights(cfg, layer))
-
-
 def model_bytes(cfg: K3Config, tp: int = 1, widened: bool = False) -> int:
     """Bytes of all weights that one of `tp` ranks holds; `widened`: as the reference does, with BF16 held as F32."""
     dims = cfg.dims()
@@ -125,8 +121,9 @@ def _check_memory(report: Report, cfg: K3Config, tp: int) -> None:
     known = [n for n in (memory["memory_free_bytes"], memory["memory_limit_bytes"]) if n]
     report.facts |= {"reference_memory_bytes": needed, "host_memory_free_bytes": min(known) if known else None}
     if known and needed > min(known):
-        report.findings.append(Finding("host memory", f"{min(known) / 1e9:.1f} GB free", f"{needed / 1e9:.1f} GB for the weights of the reference "
-                                       "backend", "use a machine with more memory, or a smaller model", OutOfMemory.code))
+        report.findings.append(Finding("host memory", f"{min(known) / 1e9:.1f} GB free",
+                                       f"{needed / 1e9:.1f} GB for the weights of the reference backend",
+                                       "use a machine with more memory, or a smaller model", OutOfMemory.code))
 
 
 def _check_tokenizer(report: Report, cfg: K3Config, folder: Path) -> None:
@@ -143,7 +140,7 @@ def _check_tokenizer(report: Report, cfg: K3Config, folder: Path) -> None:
         return
     report.facts["tokenizer_ids"] = tokenizer.vocab_size
     if tokenizer.vocab_size > cfg.vocab_size:
-        report.findings.append(Finding(str(folder / RANKS_FILE), f"{tokenizer.vocab_size:,} token ids", f"at most vocab_size {cfg.vocab_size:,} of {CONFIG}",
-                                       "use tokenizer and config of one release"))
+        report.findings.append(Finding(str(folder / RANKS_FILE), f"{tokenizer.vocab_size:,} token ids",
+                                       f"at most vocab_size {cfg.vocab_size:,} of {CONFIG}", "use tokenizer and config of one release"))
     elif tokenizer.vocab_size < cfg.vocab_size:
         report.notes.append(f"the model has {cfg.vocab_size - tokenizer.vocab_size:,} more ids than its tokenizer")

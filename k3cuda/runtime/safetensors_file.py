@@ -132,7 +132,8 @@ def _read_header(path: Path) -> tuple[bytes, int]:
             raise _Bad(path, f"a link to {os.readlink(path)}, which does not exist", _WANTED) from None
         raise _Bad(path, f"no such file{hub_leftovers(path.parent)}", _WANTED, "download it, or correct the path") from None
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
-        raise _Bad(path, f"an error on reading ({getattr(e, 'strerror', None) or e})", "a readable file", "check permissions and disk") from None
+        why = getattr(e, "strerror", None) or e
+        raise _Bad(path, f"an error on reading ({why})", "a readable file", "check permissions and disk") from None
 
 
 def _header_length(path: Path, head: bytes, size: int) -> int:
@@ -179,7 +180,8 @@ def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding]]:
     findings = []
     if repeated:
         findings.append(Finding(str(path), "in its header " + counted(repeated, "repeated name"), "each tensor once", _AGAIN))
-    metadata = top.pop("__metadata__", None) or {}
+    metadata = top.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         findings.append(Finding(str(path), "__metadata__ that does not map names to strings", "strings", _AGAIN))
         metadata = {}
@@ -219,8 +221,8 @@ def _sound(name: str, entry) -> bool:
     """The common case of `_entry_problem` in one go: the release has half a million entries."""
     try:
         shape, (begin, end) = entry["shape"], entry["data_offsets"]
-        return (type(shape) is list and 0 < len(shape) < 8 and {type(begin), type(end), *map(type, shape)} == _INT and 0 <= begin <= end < 2**63
-                and min(shape) >= 0 and prod(shape) * DTYPE_BITS[entry["dtype"]] == (end - begin) * 8 and name.isascii())
+        return (type(shape) is list and 0 < len(shape) < 8 and {type(begin), type(end), *map(type, shape)} == _INT
+                and 0 <= begin <= end < 2**63 and min(shape) >= 0 and prod(shape) * DTYPE_BITS[entry["dtype"]] == (end - begin) * 8 and name.isascii())
     except (TypeError, KeyError, ValueError):
         return False
 

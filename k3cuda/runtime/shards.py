@@ -164,10 +164,12 @@ def _compare(shards: Shards) -> None:
         else:
             lost.setdefault(name, []).append(key)
     for name, keys in lost.items():
-        shards.add(shards.folder / name, f"no {counted(keys, 'tensor')}, which {shards.index.name} says lie here", "every listed tensor", _AGAIN)
+        shards.add(shards.folder / name, f"no {counted(keys, 'tensor')}, which {shards.index.name} says lie here", "every listed tensor",
+                   _AGAIN)
     if moved:
         key = moved[0]
-        shards.add(shards.index, f"{counted(moved, 'tensor')} listed in {shards.listed[key]}", f"{shards.owner[key].path.name}, where it lies", _AGAIN)
+        shards.add(shards.index, f"{counted(moved, 'tensor')} listed in {shards.listed[key]}",
+                   f"{shards.owner[key].path.name}, where it lies", _AGAIN)
     for key, file in shards.owner.items():
         if key not in shards.listed:
             unlisted.setdefault(file.path, []).append(key)

@@ -1,0 +1,53 @@
+"""`k3cuda check`: everything that is wrong with a model, from headers alone."""
+import click
+
+from ..errors import CheckpointError
+from . import options
+from .output import Result
+
+
+@click.command(cls=options.Command)
+@options.model()
+@options.flags(
+    options.flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=options.TP_ALIASES, help="Check that the model can be cut over so many ranks."),
+    options.flag("--json", "as_json", is_flag=True, help="One JSON document."), options.OUTPUT, *options.DRAFT)
+def check(model, tp, as_json, output):
+    """Look for everything that is wrong with a model before it is loaded.
+
+    Exit code 0: nothing; 3: files missing, damaged or not matching; 4: not enough memory and nothing else.
+    """
+    from ..runtime import preflight
+
+    result = Result(output)
+    report = preflight.check(model, tp=tp)
+    if as_json:
+        result.document(report.to_dict(), indent=2)
+    else:
+        result.write("\n".join(_lines(report)) + "\n")
+    result.close()
+    codes = {finding.code for finding in report.findings}
+    return CheckpointError.code if CheckpointError.code in codes else max(codes, default=0)
+
+
+def _lines(report):
+    for finding in report.findings:
+        yield f"wrong    {finding.file}"
+        yield f"  found  {finding.found}"
+        yield f"  wanted {finding.wanted}"
+        yield f"  do     {finding.way_out}"
+    for note in report.notes:
+        yield f"note     {note}"
+    for key, value in report.facts.items():
+        yield f"{key:<24} {_shown(key, value)}"
+    count = len(report.findings)
+    yield f"{report.path}: " + (f"{count} problem{'s' * (count > 1)}" if count else "nothing is wrong")
+
+
+def _shown(key: str, value) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k}: {_shown(key, v)}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    if isinstance(value, int) and "bytes" in key:
+        return f"{value:,} ({value / 1e9:.2f} GB)"
+    return "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

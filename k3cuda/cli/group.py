@@ -1,0 +1,112 @@
+"""The top of the command: signals, exit codes and unknown variables. docs/cli.md lists the codes."""
+import difflib
+import logging
+import os
+import signal
+import sys
+import threading
+
+import click
+
+from ..errors import K3Error, OutOfMemory
+from . import output
+
+log = logging.getLogger("k3cuda")
+
+READER_GONE = 141   # what a shell shows for a program that SIGPIPE ended
+# Variables that no flag of this version has; those of later parts of the program are known so that nobody is warned of them.
+OTHER_VARIABLES = {"K3CUDA_API_KEY", "K3CUDA_CACHE_DIR", "K3CUDA_CUBIN_DIR", "K3CUDA_OFFLINE"}
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a clean stop like Ctrl-C, with an exit code of its own."""
+
+
+def stop_code(stop: KeyboardInterrupt) -> int:
+    return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+
+
+def arm_signals() -> None:
+    """The next SIGINT or SIGTERM stops cleanly, the one after it kills. Chat arms again after each answer it stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:   # a shell starts background jobs deaf to Ctrl-C: they stay so
+            signal.signal(number, _stop)
+
+
+def _stop(number, frame):
+    for each in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(each) is _stop:
+            signal.signal(each, signal.SIG_DFL)
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+class Group(click.Group):
+    """A group whose commands return their exit code, or None for 0, and raise K3Error."""
+
+    def list_commands(self, ctx):
+        return list(self.commands)   # in the order of use, not of the alphabet
+
+    def invoke(self, ctx):
+        try:
+            self._warn_of_unknown_variables(ctx)
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:   # before click turns it into "Aborted!" and 1
+            return stop_code(stop)
+
+    def main(self, args=None, prog_name="k3cuda", **extra):
+        standalone = extra.pop("standalone_mode", True)
+        output.protect_streams()
+        arm_signals()
+        code = self._run(args, prog_name, extra)
+        if standalone:
+            sys.exit(code)
+        return code
+
+    def _run(self, args, prog_name: str, extra: dict) -> int:
+        try:
+            code = super().main(args, prog_name, standalone_mode=False, **extra) or 0
+            output.finish_streams()
+            return code
+        except click.Abort as e:
+            return stop_code(e.__cause__) if isinstance(e.__cause__, KeyboardInterrupt) else 1
+        except KeyboardInterrupt as stop:
+            return stop_code(stop)
+        except (output.ReaderGone, BrokenPipeError):
+            return READER_GONE
+        except (K3Error, click.ClickException) as e:
+            return self._failed(e, e.code if isinstance(e, K3Error) else e.exit_code)
+        except MemoryError:
+            return self._failed(OutOfMemory("not enough host memory", "close other programs, or lower --max-model-len"), OutOfMemory.code)
+        except Exception as e:
+            first = str(e).partition("\n")[0]
+            output.show_error(K3Error(f"internal error: {type(e).__name__}: {first}",
+                                      "run again with -v for the traceback, and please report it"), K3Error.code)
+            log.debug("traceback", exc_info=True)
+            return K3Error.code
+
+    @staticmethod
+    def _failed(error: Exception, code: int) -> int:
+        output.show_error(error, code)
+        log.debug("traceback", exc_info=error)
+        return code
+
+    def variables(self) -> set[str]:
+        """Every variable that some flag reads, and OTHER_VARIABLES."""
+        names = set(OTHER_VARIABLES)
+        for command in self.commands.values():
+            for param in command.params:
+                names.update([param.envvar] if isinstance(param.envvar, str) else param.envvar or ())
+                if isinstance(param, click.Option):
+                    names.add(f"K3CUDA_{command.name}_{param.name}".upper())
+        return names
+
+    def _warn_of_unknown_variables(self, ctx) -> None:
+        if ctx.resilient_parsing:
+            return
+        known = self.variables()
+        unknown = sorted(n for n in os.environ if n.startswith("K3CUDA_") and n not in known)
+        if unknown:
+            close = [f"{n} (did you mean {near[0]}?)" if (near := difflib.get_close_matches(n, known, 1, 0.8)) else n for n in unknown]
+            ctx.obj = f"ignored unknown variables: {', '.join(close)}"

@@ -1,0 +1,57 @@
+"""`k3cuda info`: what this machine has and what would run here."""
+import click
+
+from . import options
+from .output import Result
+
+
+@click.command(cls=options.Command)
+@options.flags(options.flag("--json", "as_json", is_flag=True, help="One JSON document."), options.OUTPUT)
+def info(as_json, output):
+    """Show machine, driver, packages, and which decode backends run here."""
+    from ..runtime import machine
+
+    result = Result(output)
+    report = machine.report()
+    if as_json:
+        result.document(report, indent=2)
+    else:
+        result.write("\n".join(_lines(report)) + "\n")
+    result.close()
+
+
+def _lines(report: dict):
+    host, driver = report["host"] or {}, report["driver"]
+    yield f"k3cuda {report['version']}, Python {report['python']}"
+    yield ""
+    yield f"machine   {host.get('system')} {host.get('release')} {host.get('machine')}"
+    yield f"cpu       {host.get('cores')} cores, {host.get('cpu') or 'of unknown make'}"
+    limit = f", limited to {_gib(host['memory_limit_bytes'])}" if host.get("memory_limit_bytes") else ""
+    yield f"memory    {_gib(host.get('memory_bytes'))}, {_gib(host.get('memory_free_bytes'))} free{limit}"
+    versions = ", ".join(f"{name} {v}" for name, v in (("version", driver["version"]), ("CUDA", driver["cuda"])) if v)
+    yield f"driver    {', '.join(filter(None, (versions, driver['problem'])))}"
+    for gpu in driver["gpus"]:
+        yield f"gpu {gpu['index']:<5} {gpu['name']}, compute capability {gpu['compute_capability']}, {_gib(gpu['memory_bytes'])}"
+    yield f"nvrtc     {report['nvrtc'] or 'not found'}"
+    yield ""
+    yield "packages"
+    for name, package in report["packages"].items():
+        state = package["version"] or f"not installed ({package['extra']} for {package['purpose']})"
+        yield f"  {name:<26} {state}"
+    yield ""
+    yield "decode backends"
+    for backend in report["decode_backends"]:
+        yield f"  {backend['name']:<20} {'runs here' if backend['runs'] else 'does not run here'}"
+        yield from (f"    - {reason}" for reason in backend["reasons"])
+    if report["variables"]:
+        yield ""
+        yield "variables"
+        yield from (f"  {name}={value}" for name, value in report["variables"].items())
+    if report["failed"]:
+        yield ""
+        yield "could not be found out"
+        yield from (f"  {line}" for line in report["failed"])
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"

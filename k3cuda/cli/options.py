@@ -1,0 +1,176 @@
+"""The flags, each once. Aliases are accepted and not shown; every flag has a variable K3CUDA_<COMMAND>_<FLAG>."""
+import functools
+
+import click
+
+from ..errors import UsageError
+from . import output
+
+
+class Option(click.Option):
+    """An option with further spellings that work and that --help doesn't show."""
+
+    def __init__(self, *declarations, aliases=(), **attributes):
+        super().__init__(*declarations, **attributes)
+        self.aliases = list(aliases)
+
+    def add_to_parser(self, parser, ctx):
+        shown = self.opts
+        self.opts = shown + self.aliases
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.opts = shown
+
+
+class Lines(click.types.StringParamType):
+    """Text that may hold blanks: several values in one variable stand on lines of their own."""
+
+    envvar_list_splitter = "\n"
+
+
+class NotYet(Option):
+    """A flag of a later version: refused by name, because ignoring it would change what the user believes to have run."""
+
+    def __init__(self, *declarations, what: str, **attributes):
+        super().__init__(*declarations, hidden=True, callback=self._refuse, expose_value=False, **attributes)
+        self.what = what
+
+    @staticmethod
+    def _refuse(ctx, option, value):
+        if value is not None and not ctx.resilient_parsing:
+            raise click.UsageError(f"{option.opts[0]}: {option.what} is not in this version yet; leave it out", ctx)
+
+
+def flags(*options):
+    """A decorator that adds `options` in this order."""
+    def decorate(command):
+        for declarations, attributes in reversed(options):
+            command = click.option(*declarations, **{"cls": Option} | attributes)(command)
+        return command
+    return decorate
+
+
+def flag(*declarations, **attributes):
+    return declarations, attributes
+
+
+OUTPUT = flag("--output", metavar="FILE", help="Write the result there instead of stdout.")
+LOG_FLAGS = (
+    flag("--quiet", "-q", is_flag=True, aliases=["--log-disable"], help="Errors only on stderr."),
+    flag("--verbose", "-v", is_flag=True, help="Everything on stderr, tracebacks too."),
+    flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"], False), envvar="K3CUDA_LOG_LEVEL",
+          help="[default: info on a terminal, else warning]"),
+    flag("--log-format", type=click.Choice(["text", "json"], False), default="text", envvar="K3CUDA_LOG_FORMAT", show_default=True,
+          help="Form of the lines on stderr."),
+)
+
+
+class Command(click.Command):
+    """A command with the log flags; they are obeyed before it starts."""
+
+    def __init__(self, *args, **attributes):
+        super().__init__(*args, **attributes)
+        self.params += [Option(declarations, **rest) for declarations, rest in LOG_FLAGS]
+
+    def invoke(self, ctx):
+        output.configure_logging(*(ctx.params.pop(name) for name in ("log_level", "quiet", "verbose", "log_format")))
+        if ctx.obj:   # what the group had to say before there was a log
+            output.log.warning(ctx.obj)
+        return super().invoke(ctx)
+
+
+def model(default: str | None = None):
+    """MODEL, as an argument or by flag or variable; the command gets one `model`."""
+    def decorate(command):
+        @click.argument("model_argument", metavar="[MODEL]", required=False)
+        @flags(flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL",
+                      help="Checkpoint folder or file, or 'demo'." + (f"  [default: {default}]" if default else "")))
+        @click.pass_context
+        @functools.wraps(command)
+        def run(ctx, *args, model, model_argument, **kwargs):
+            by_flag = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
+            if by_flag and model_argument is not None and model != model_argument:
+                raise click.UsageError(f"two models: {model_argument!r} and --model {model!r}; give one", ctx)
+            chosen = model if model_argument is None else model_argument
+            if not (chosen or default):
+                raise click.UsageError("no model; give the folder of a checkpoint, or 'demo', or set K3CUDA_MODEL", ctx)
+            return command(*args, model=chosen or default, **kwargs)
+        return run
+    return decorate
+
+
+prompt = flags(
+    flag("--prompt", "-p", metavar="TEXT", help="The prompt; '-' reads stdin, as does a pipe without this flag."),
+    flag("--file", "-f", metavar="FILE", help="File with the prompt; '-' is stdin."),
+)
+
+conversation = flags(
+    flag("--system", "-S", metavar="TEXT", aliases=["--system-prompt", "-sys"], help="System message."),
+    flag("--reasoning-effort", type=click.Choice(["none", "low", "high", "max"], False), aliases=["--thinking-effort"],
+          help="How much the model is told to think; none: not at all.  [default: max; none for demo]"),
+    flag("--no-think", is_flag=True, hidden=True),
+)
+
+documents = flags(
+    flag("--messages", metavar="FILE.json", help="Whole conversation instead of a prompt; '-' is stdin."),
+    flag("--tools", metavar="FILE.json", help="Tools the model may call."),
+)
+
+thinking = flags(
+    flag("--show-thinking/--hide-thinking", default=None, help="Reasoning on stderr.  [default: shown on a terminal]"),
+)
+
+sampling = flags(
+    flag("--max-tokens", "-n", type=int, aliases=["--max-new-tokens", "--n-predict", "--predict"],
+          help="Longest answer.  [default: rest of the context]"),
+    flag("--temperature", "-t", type=float, aliases=["--temp"], help="0 is exact argmax.  [default: the checkpoint's, else 1]"),
+    flag("--top-p", type=float, help="[default: the checkpoint's, else 1]"),
+    flag("--top-k", type=int, help="0 or -1: off.  [default: the checkpoint's, else 0]"),
+    flag("--min-p", type=float, help="0: off.  [default: the checkpoint's, else 0]"),
+    flag("--seed", "-s", type=int, aliases=["--sampling-seed", "--random-seed"], help="[default: random, and printed]"),
+    flag("--stop", multiple=True, type=Lines(), metavar="TEXT", help="End the answer before this text; may be repeated."),
+    flag("--stop-token-id", multiple=True, type=int, help="End the answer at this token; may be repeated."),
+    flag("--ignore-eos", is_flag=True, help="Go on after the model's own end."),
+    flag("--presence-penalty", type=float, default=0.0, help="-2 to 2.  [default: 0]"),
+    flag("--frequency-penalty", type=float, default=0.0, help="-2 to 2.  [default: 0]"),
+    flag("--repetition-penalty", type=float, default=1.0, aliases=["--repeat-penalty"], help="Above 0, up to 2.  [default: 1]"),
+)
+
+TP_ALIASES = ["--tensor-parallel-size", "-tp", "--tp-size"]
+DRAFT = (
+    flag("--draft-model", cls=NotYet, what="speculation", aliases=["--speculative-draft-model-path", "-md"], envvar="K3CUDA_DRAFT_MODEL"),
+    flag("--num-speculative-tokens", "-k", cls=NotYet, what="speculation", aliases=["--speculative-num-draft-tokens", "--draft"]),
+    flag("--speculative-config", cls=NotYet, what="speculation"),
+)
+engine = flags(
+    flag("--tp", type=click.IntRange(min=1), default=1, metavar="N", aliases=TP_ALIASES,
+          help="Ranks to cut the model over.  [default: 1]"),
+    flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],
+          help="Longest context, in tokens.  [default: what fits]"),
+    flag("--max-batch", type=click.IntRange(min=1), default=1, metavar="N",
+          aliases=["--max-num-seqs", "--max-running-requests", "-np", "--max-batch-size"], help="Sequences at a time.  [default: 1]"),
+    flag("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto, bf16 or fp8_e4m3.  [default: auto]"),
+    flag("--decode-backend", default="auto", metavar="NAME", aliases=["--decode-attention-backend", "--attention-backend"],
+          help="What runs the decode step; an unknown name lists them.  [default: auto]"),
+    flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress on a terminal."),
+    *DRAFT,
+    flag("--load-mode", cls=NotYet, what="a choice of loaders", aliases=["--load-format"]),
+    flag("--gpu-memory-utilization", cls=NotYet, what="a GPU memory budget",
+          aliases=["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]),
+)
+
+
+def effort(reasoning_effort: str | None, no_think: bool, model: str) -> str:
+    """One effort from the flag, its alias and the default. Random weights would never close their reasoning: demo answers at once."""
+    from ..runtime.demo import DEMO
+
+    if no_think and reasoning_effort not in (None, "none"):
+        raise UsageError(f"--no-think and --reasoning-effort {reasoning_effort} exclude each other", "give one of them")
+    return "none" if no_think else reasoning_effort or ("none" if model == DEMO else "max")
+
+
+def sampling_arguments(flags: dict) -> dict:
+    """What the flags of `sampling` are called by SamplingParams."""
+    renamed = {"stop_token_id": "stop_token_ids"}
+    return {renamed.get(name, name): value for name, value in flags.items()}

@@ -64,6 +64,14 @@ class DeviceError(K3Error):
     code = 5
 
 
+class CompileError(DeviceError):
+    """NVRTC refused a kernel; `log` is all it said."""
+
+    def __init__(self, message: str, hint: str = "", log: str = ""):
+        super().__init__(message, hint)
+        self.log = log
+
+
 class PromptTooLong(K3Error):
     """A prompt that is empty or does not fit the context."""
 

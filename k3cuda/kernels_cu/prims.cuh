@@ -1,0 +1,207 @@
+// The machine's own instructions, each once: tensor product, bulk copies, barriers, grid dependency, cached loads and stores.
+// Under K3_HOST_SHIM every one has a scalar body, so that what is built on them also runs (slowly) on a CPU.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct __align__(2) bf16 { u16 bits; };
+
+constexpr int kWarpSize = 32;
+constexpr u32 kFullWarp = 0xffffffffu;
+
+#ifdef K3_HOST_SHIM
+struct __align__(16) uint4 { u32 x, y, z, w; };
+struct __align__(8) uint2 { u32 x, y; };
+#define K3_DEVICE inline
+#define K3_UNROLL
+inline u32 __float_as_uint(float v) { u32 u; std::memcpy(&u, &v, 4); return u; }
+inline float __uint_as_float(u32 u) { float v; std::memcpy(&v, &u, 4); return v; }
+inline u32 funnel_left(u32 lo, u32 hi, u32 s) { s &= 31; return s ? hi << s | lo >> (32 - s) : hi; }
+#else
+#define K3_DEVICE __device__ __forceinline__
+#define K3_UNROLL _Pragma("unroll")
+#define K3_DYN_SMEM(T, name) extern __shared__ __align__(1024) T name[]
+K3_DEVICE u32 funnel_left(u32 lo, u32 hi, u32 s) { return __funnelshift_l(lo, hi, s); }
+#endif
+
+K3_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
+K3_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
+K3_DEVICE float bf16_to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
+
+// Nearest, ties to even: the rounding of docs/numerics.md.
+K3_DEVICE bf16 float_to_bf16(float v) {
+#ifdef K3_HOST_SHIM
+  u32 u = __float_as_uint(v);
+  return bf16{u16(v != v ? 0x7fffu : (u + 0x7fffu + (u >> 16 & 1)) >> 16)};
+#else
+  bf16 r;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(v));
+  return r;
+#endif
+}
+
+K3_DEVICE float round_bf16(float v) { return bf16_to_float(float_to_bf16(v)); }
+
+// Two BF16 products in one register; exact where the factor is a power of two.
+K3_DEVICE u32 mul_bf16x2(u32 a, u32 b) {
+#ifdef K3_HOST_SHIM
+  u32 lo = float_to_bf16(__uint_as_float(a << 16) * __uint_as_float(b << 16)).bits;
+  return lo | u32(float_to_bf16(__uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u)).bits) << 16;
+#else
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+#endif
+}
+
+// ---- tensor product: c[16 x 8] += a[16 x 16] b[16 x 8], BF16 in, F32 out; one warp ----
+// Lane 4 g + q holds of a rows g, g + 8 (registers 0, 1) at columns 2q, 2q + 1 and again (2, 3) at columns + 8; of b column g at
+// rows 2q, 2q + 1 and + 8; of c rows g (0, 1) and g + 8 (2, 3) at columns 2q, 2q + 1.
+K3_DEVICE void mma(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+#ifdef K3_HOST_SHIM
+  int lane = lane_id(), g = lane / 4, q = lane % 4;
+  u64 rows[2][4], cols[2][4];
+  auto* warp = &shim::cur->b->w[shim::cur->lin / 32];
+  unsigned p = shim::sync_warp(kFullWarp, a.x | u64(a.z) << 32);
+  for (int j = 0; j < 4; ++j) rows[0][j] = warp->slot[p][4 * g + j];
+  p = shim::sync_warp(kFullWarp, a.y | u64(a.w) << 32);
+  for (int j = 0; j < 4; ++j) rows[1][j] = warp->slot[p][4 * g + j];
+  p = shim::sync_warp(kFullWarp, b0 | u64(b1) << 32);
+  for (int n = 0; n < 2; ++n)
+    for (int j = 0; j < 4; ++j) cols[n][j] = warp->slot[p][4 * (2 * q + n) + j];
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 16; ++k) {   // k = 8 half + 2 j + odd
+      int shift = (k / 8) * 32 + (k % 2) * 16, j = k % 8 / 2;
+      float x = __uint_as_float(u32(rows[i / 2][j] >> shift & 0xffff) << 16);
+      float y = __uint_as_float(u32(cols[i % 2][j] >> shift & 0xffff) << 16);
+      c[i] += x * y;
+    }
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#endif
+}
+
+// ---- transaction barriers in shared memory, and bulk copies that complete on them ----
+#ifdef K3_HOST_SHIM
+// Low word: phase. High word: bytes still to come.
+inline void barrier_init(u64* bar, u32) { *bar = 0; }
+inline void barrier_fence_init() {}
+inline void barrier_expect(u64* bar, u32 bytes) { *bar += u64(bytes) << 32; }
+inline void barrier_wait(u64* bar, u32 parity) { while ((*(volatile u64*)bar & 1) == parity) shim_yield(); }
+inline void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
+  std::memcpy(dst, src, bytes);
+  *bar -= u64(bytes) << 32;
+  if (!(*bar >> 32)) *bar ^= 1;
+  shim::cur->b->progress = true;
+}
+#else
+K3_DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+K3_DEVICE void barrier_init(u64* bar, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
+}
+// Makes initialised barriers visible to the copy engine.
+K3_DEVICE void barrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Arrives, and lets the phase complete once `bytes` have landed as well.
+K3_DEVICE void barrier_expect(u64* bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+K3_DEVICE void barrier_wait(u64* bar, u32 parity) {
+  asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
+               ::"r"(shared_address(bar)), "r"(parity) : "memory");
+}
+// One thread copies `bytes` (a multiple of 16, both ends 16-byte aligned) from global to shared memory.
+K3_DEVICE void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(bar)) : "memory");
+}
+#endif
+
+// ---- order between the kernels of a stream (programmatic dependent launch) ----
+// Everything before grid_wait may run while the previous kernel still does: it may touch nothing but weights.
+K3_DEVICE void grid_wait() {
+#ifndef K3_HOST_SHIM
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets blocks of the next kernel start as soon as they fit beside ours.
+K3_DEVICE void grid_launch_next() {
+#ifndef K3_HOST_SHIM
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- blocks of a cluster; one block a cluster on the host ----
+#ifdef K3_HOST_SHIM
+inline u32 cluster_rank() { return 0; }
+inline void cluster_arrive() {}
+inline void cluster_wait() { __syncthreads(); }
+inline void store_remote(float* local, u32, float v) { *local = v; }
+#else
+K3_DEVICE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+// Every thread of every block arrives, then waits; twice before a block ends: all have begun, all have written.
+K3_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+K3_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Writes where `local` lies in the shared memory of block `rank` of the cluster; seen there after the next arrive and wait.
+K3_DEVICE void store_remote(float* local, u32 rank, float v) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(local)), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
+}
+#endif
+
+// ---- loads ----
+// Weights: read once, so they pass by L1; never written by a kernel, so the read-only path is safe before grid_wait.
+K3_DEVICE uint4 load_weights(const uint4* p) {
+#ifdef K3_HOST_SHIM
+  return *p;
+#else
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+#endif
+}
+// Activations: written by an earlier kernel, so never through the read-only path, which may run before grid_wait.
+K3_DEVICE uint4 load_activations(const uint4* p) {
+#ifdef K3_HOST_SHIM
+  return *p;
+#else
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+#endif
+}
+K3_DEVICE uint2 load_activations(const uint2* p) {
+#ifdef K3_HOST_SHIM
+  return *p;
+#else
+  uint2 v;
+  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+#endif
+}
+
+// ---- fixed trees inside a warp: neighbours first, the same order whatever the data ----
+K3_DEVICE float warp_sum(float v) {
+  K3_UNROLL
+  for (int d = 1; d < kWarpSize; d *= 2) v += __shfl_xor_sync(kFullWarp, v, d);
+  return v;
+}
+K3_DEVICE float warp_max(float v) {
+  K3_UNROLL
+  for (int d = 1; d < kWarpSize; d *= 2) {
+    float o = __shfl_xor_sync(kFullWarp, v, d);
+    v = v > o ? v : o;
+  }
+  return v;
+}
+
+// Sum of kCount (a power of two) values `stride` apart, adding neighbours: the canonical tree over leaves.
+template <int kCount>
+K3_DEVICE float tree_sum(const float* v, int stride) {
+  if constexpr (kCount == 1) return v[0];
+  else return tree_sum<kCount / 2>(v, stride) + tree_sum<kCount / 2>(v + kCount / 2 * stride, stride);
+}

@@ -1,0 +1,154 @@
+"""The driver: a context, cubins loaded, kernels launched with everything prepared beforehand."""
+import ctypes
+from dataclasses import dataclass
+
+from ..errors import DeviceError
+from .machine import MIN_CAPABILITY, probe_driver
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU with its primary context, which CuPy shares.
+
+    Attributes:
+        max_shared: bytes of dynamic shared memory a block may have at most.
+    """
+
+    index: int
+    name: str
+    arch: str
+    sms: int
+    max_shared: int
+
+
+def driver():
+    """`cuda.bindings.driver`, or a DeviceError that says what to install."""
+    try:
+        from cuda.bindings import driver as cu
+    except ImportError as e:
+        raise DeviceError("cuda-bindings isn't installed", "pip install 'k3cuda[cu13]'") from e
+    return cu
+
+
+def check(result):
+    """The values of a driver call; a DeviceError with the call's own words if it failed."""
+    cu = driver()
+    code, *values = result
+    if code != cu.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"{code.name}: {cu.cuGetErrorString(code)[1].decode()}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def open_device(index: int = 0) -> Device:
+    """Initialises GPU `index` of those visible and makes its primary context current.
+
+    Raises DeviceError: no driver, driver too old for the installed CUDA packages, no such GPU, GPU too old.
+    """
+    found = probe_driver()
+    if found.problem:
+        raise DeviceError(found.problem)
+    if not 0 <= index < len(found.gpus):
+        raise DeviceError(f"GPU {index} doesn't exist: {len(found.gpus)} visible, counted from 0", "see CUDA_VISIBLE_DEVICES")
+    gpu, cu = found.gpus[index], driver()
+    major, minor = map(int, gpu.compute_capability.split("."))
+    if (major, minor) < MIN_CAPABILITY:
+        raise DeviceError(f"{gpu.name} has compute capability {gpu.compute_capability}; the kernels need "
+                          f"{'.'.join(map(str, MIN_CAPABILITY))} or newer", "use --backend reference")
+    line, supported = _bindings_line(), int(found.cuda.split(".")[0])
+    if supported < line:
+        raise DeviceError(f"the driver supports CUDA {found.cuda} and the packages are for {line}",
+                          "pip install 'k3cuda[cu12]', or a driver of the 580 series or newer")
+    try:
+        check(cu.cuInit(0))
+    except RuntimeError as e:   # the bindings didn't find libcuda, though it is there
+        raise DeviceError(f"the driver can't be loaded ({e})") from e
+    device = check(cu.cuDeviceGet(index))
+    check(cu.cuCtxSetCurrent(check(cu.cuDevicePrimaryCtxRetain(device))))
+    kinds = cu.CUdevice_attribute
+    sms, shared = (check(cu.cuDeviceGetAttribute(kind, device)) for kind in (
+        kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
+    return Device(index, gpu.name, f"sm_{major}{minor}a", sms, shared)
+
+
+def _bindings_line() -> int:
+    import cuda.bindings
+    return int(cuda.bindings.__version__.split(".")[0])
+
+
+class Module:
+    """A loaded cubin. Kernels are looked up by their extern "C" name."""
+
+    def __init__(self, cubin: bytes):
+        cu = driver()
+        self._library = check(cu.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+
+    def function(self, name: str, shared: int = 0):
+        """The kernel, allowed `shared` bytes of dynamic shared memory a block."""
+        cu = driver()
+        function = check(cu.cuKernelGetFunction(check(cu.cuLibraryGetKernel(self._library, name.encode()))))
+        if shared:
+            check(cu.cuFuncSetAttribute(function, cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared))
+        return function
+
+    def close(self) -> None:
+        if self._library is not None:
+            check(driver().cuLibraryUnload(self._library))
+            self._library = None
+
+
+class Launch:
+    """A kernel with its configuration and arguments built once: `launch()` allocates nothing in Python.
+
+    Args:
+        function: from `Module.function`.
+        grid, block: blocks and threads, an int or up to three.
+        arguments: ctypes values or structures, kept alive here; change them in place between launches.
+        shared: bytes of dynamic shared memory.
+        dependent: the launch may begin while the kernel before it still runs (programmatic dependent launch).
+        cluster: blocks of a cluster along x.
+        cooperative: all blocks resident at once.
+        stream: raw handle.
+    """
+
+    def __init__(self, function, grid, block, arguments, *, shared: int = 0, stream: int = 0, dependent: bool = False, cluster: int = 1,
+                 cooperative: bool = False):
+        cu = driver()
+        c = self.config = cu.CUlaunchConfig()
+        c.gridDimX, c.gridDimY, c.gridDimZ = _three(grid)
+        c.blockDimX, c.blockDimY, c.blockDimZ = _three(block)
+        c.sharedMemBytes, c.hStream = shared, stream
+        kinds = cu.CUlaunchAttributeID
+        attributes = []
+        if cooperative:
+            attributes.append(_attribute(kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative", 1))
+        if dependent:
+            attributes.append(_attribute(kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                                         "programmaticStreamSerializationAllowed", 1))
+        if cluster > 1:
+            attributes.append(_attribute(kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, "clusterDim", (cluster, 1, 1)))
+        c.attrs, c.numAttrs = attributes, len(attributes)
+        self.function, self.arguments = function, list(arguments)
+        self._pointers = (ctypes.c_void_p * len(self.arguments))(*(ctypes.addressof(a) for a in self.arguments))
+        self._address = ctypes.addressof(self._pointers)
+        self._launch = cu.cuLaunchKernelEx
+
+    def launch(self) -> None:
+        (code,) = self._launch(self.config, self.function, self._address, 0)
+        if code:
+            check((code,))
+
+
+def _three(n) -> tuple[int, int, int]:
+    return (n, 1, 1) if isinstance(n, int) else (*n, 1, 1)[:3]
+
+
+def _attribute(kind, field: str, value):
+    a = driver().CUlaunchAttribute()
+    a.id = kind
+    v = a.value
+    if field == "clusterDim":
+        v.clusterDim.x, v.clusterDim.y, v.clusterDim.z = value
+    else:
+        setattr(v, field, value)
+    a.value = v
+    return a

@@ -62,24 +62,28 @@ class FakeBackend:
         hold(np.all(np.diff(rows.logit_rows) > 0) and all(0 <= r < n for r in rows.logit_rows), "logit_rows not rising")
         hold(1 + np.count_nonzero(np.diff(rows.slots)) == len(set(rows.slots.tolist())), "rows of a slot are not neighbours")
         self.rows, self.pending = rows, {}
-        wanted = set(rows.logit_rows.tolist())
-        out = [self._row(r) for r in range(n)]
-        self._logits = np.array([out[r] for r in sorted(wanted)], np.float32).reshape(len(wanted), self.cfg.vocab_size)
+        for r in range(n):
+            self._take(*(int(x[r]) for x in (rows.slots, rows.token_ids, rows.positions)))
+        for slot, pending in self.pending.items():
+            state = self.slots[slot]
+            cached = self.cache[state.pages].reshape(-1)[:len(state.tokens) + len(pending)].tolist()
+            hold(cached == state.tokens + pending, "cache rows were overwritten by another sequence")
+        out = [self._law(int(rows.slots[r]), int(rows.positions[r])) for r in rows.logit_rows]
+        self._logits = np.array(out, np.float32).reshape(len(out), self.cfg.vocab_size)
         self.row_counts.append(n)
         self.counts.steps[self.name] = self.counts.steps.get(self.name, 0) + 1
 
-    def _row(self, r):
-        slot, token, position = (int(x[r]) for x in (self.rows.slots, self.rows.token_ids, self.rows.positions))
+    def _take(self, slot, token, position):
         hold(slot in self.slots, f"slot {slot} is not open")
         hold(0 <= token < self.cfg.vocab_size, "token outside the vocabulary")
-        state = self.slots[slot]
-        pending = self.pending.setdefault(slot, [])
+        state, pending = self.slots[slot], self.pending.setdefault(slot, [])
         hold(position == len(state.tokens) + len(pending), f"position {position} does not continue slot {slot}")
         hold(position < min(self.max_model_len, len(state.pages) * PAGE_SIZE), "position beyond the pages")
         pending.append(token)
         self.cache[state.pages[position // PAGE_SIZE], position % PAGE_SIZE] = token
-        tokens = self.cache[state.pages].reshape(-1)[:position + 1].tolist()
-        hold(tokens == state.tokens + pending, "cache rows were overwritten by another sequence")
+
+    def _law(self, slot, position):
+        tokens = (self.slots[slot].tokens + self.pending[slot])[:position + 1]
         return np.full(self.cfg.vocab_size, np.nan) if self.bad(tokens) else fake_logits(tokens, self.cfg.vocab_size)
 
     def logits(self):

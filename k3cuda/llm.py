@@ -221,6 +221,10 @@ class LLM:
             raise UsageError("this LLM is closed", "make a new one")
         return self._engine
 
+    @property
+    def _has_work(self) -> bool:
+        return self._engine is not None and self._engine.has_work
+
     def _run(self, requests, use_progress, is_chat=False) -> list[Output]:
         """Runs requests to their ends; streams that are open advance with them. None is left behind when something is raised."""
         ids, progress = [], Progress(len(requests), use_progress)
@@ -264,12 +268,14 @@ class Stream:
         return self._collector.chunks.popleft()
 
     def _advance(self) -> None:
-        if self._collector.output is not None or self._id not in self._llm._collectors:
+        llm = self._llm
+        with llm._exclusive():
+            # A request that has ended without a last chunk was closed, or an interrupt came just as that chunk was handed over.
+            while not self._collector.chunks and self._id in llm._collectors and self._collector.output is None and llm._has_work:
+                llm._pump()
+        if not self._collector.chunks:
             self.close()
             raise StopIteration
-        with self._llm._exclusive():
-            while not self._collector.chunks:
-                self._llm._pump()
 
     def close(self) -> None:
         """Ends the request at once and frees its slot; what was not handed out is dropped. May be called twice, and after the end."""

@@ -95,8 +95,7 @@ def _check_count(name: str, value, most: int | None) -> None:
 
 
 def _open_checkpoint(model, tp: int):
-    from .checkpoint import Checkpoint
-    from .demo import DEMO, open_demo
+    from .demo import DEMO
     from .preflight import check
     from .tensor_source import TensorSource
 
@@ -108,5 +107,4 @@ def _open_checkpoint(model, tp: int):
         name = str(model).rpartition("/")[2]
         raise CheckpointError(f"{model}: found no folder of that name here, wanted a checkpoint on this machine",
                               f"nothing is downloaded for you: if it is a name on the hub, run `hf download {model} --local-dir {name}` and give {name}")
-    check(model, tp=tp).raise_if_bad()
-    return open_demo() if str(model) == DEMO else Checkpoint.open(model)
+    return check(model, tp=tp).open()

@@ -13,13 +13,15 @@ class Progress:
 
     def __init__(self, total: int, wanted: bool | None):
         self._total, self._on = total, sys.stderr is not None and sys.stderr.isatty() if wanted is None else wanted
-        self._start = time.perf_counter()
+        self._start = self._shown = time.perf_counter()
 
     def show(self, collectors) -> None:
-        if self._on:
-            done, tokens = sum(c.output is not None for c in collectors), sum(len(c.drawn) for c in collectors)
-            rate = tokens / max(time.perf_counter() - self._start, 1e-9)
-            print(f"\r{done}/{self._total} answers, {tokens} tokens, {rate:.1f} tok/s", end="", file=sys.stderr, flush=True)
+        now, done = time.perf_counter(), sum(c.output is not None for c in collectors)
+        if not self._on or (now < self._shown + 0.1 and done < self._total):  # seconds; faster nobody reads
+            return
+        self._shown, tokens = now, sum(len(c.drawn) for c in collectors)
+        rate = tokens / max(now - self._start, 1e-9)
+        print(f"\r{done}/{self._total} answers, {tokens} tokens, {rate:.1f} tok/s", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._on:

@@ -31,7 +31,7 @@ class ReasoningStops(TokenStream):
         reasoning, self.stop_reason = self._stops.feed(delta.reasoning)
         if self.stop_reason is not None:
             return self._show(Delta(reasoning=reasoning))
-        if is_last or delta.content or delta.tool_calls:  # the reasoning is over: what was held back completes no stop string
-            reasoning += self._stops.flush()
         self.stop_reason = self._parser.stop_reason
+        if is_last or delta.content or delta.tool_calls or self.stop_reason is not None:
+            reasoning += self._stops.flush()  # the reasoning is over: what was held back completes no stop string
         return self._show(delta._replace(reasoning=reasoning))

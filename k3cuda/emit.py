@@ -1,0 +1,139 @@
+"""The tables as C++: sizes, buffer and weight accessors, and one kernel a stage. Generated text only; it knows no arithmetic.
+
+Files of a build, all in one folder that is first on the include path:
+
+- config.cuh   sizes of one rank, as kCamelCase constants
+- buffers.cuh  `Step`, `OpArgs` and an accessor for every buffer and every packed weight
+- kernels.cu   for every stage of the plan a kernel `k_<stage>` and its launch shape `k_<stage>_launch`
+"""
+import re
+from math import prod
+
+from . import packing
+from .buffers import BUFFERS, BY_NAME, DTYPE_BYTES, Buffer, buffer_shape, step_dims
+from .config import L2NORM_EPS, MAX_ROWS, MLA_NORM_EPS, MXFP4_GROUP, PAGE_SIZE, K3Config
+from .packing import PACKED
+from .plan import Plan
+from .stages import STAGES
+from .weights import BY_NAME as WEIGHT
+from .weights import MMA_K, tree_leaves
+
+ALIGN = 256  # bytes between starts of buffers: a bulk copy wants 16, a cache line 128
+C_TYPES = {"f32": "float", "bf16": "bf16", "i32": "int", "u8": "u8", "kv": "kv_t"}
+KV_TYPES = {"bf16": "bf16", "fp8_e4m3": "u8"}
+# Buffers that exist once a slot or page: their sizes are the machine's, so they come as pointers and not as offsets.
+SESSION = tuple(b.name for b in BUFFERS if b.life == "session") + ("page_table",)
+_LAYERED = ("num_kda_layers", "num_mla_layers")
+
+
+def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
+    """Byte offset of every buffer of a rank that is not in SESSION, aliases included, and the size of the whole.
+
+    No two buffers share memory: any of them can be read after a step, and no derived wait can be broken by reuse.
+    """
+    dims = _dims(plan)
+    offsets, at = {}, 0
+    for b in BUFFERS:
+        if b.name in SESSION or b.name in plan.aliases:
+            continue
+        offsets[b.name] = at
+        at += -(-prod(buffer_shape(b, dims)) * DTYPE_BYTES[b.dtype] // ALIGN) * ALIGN
+    return offsets | {target: offsets[source] for target, source in plan.aliases.items()}, at
+
+
+def build_files(plan: Plan, rows: int, kv_cache_dtype: str) -> dict[str, str]:
+    """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3"."""
+    return {"config.cuh": _config(plan, rows, kv_cache_dtype), "buffers.cuh": _buffers(plan, kv_cache_dtype), "kernels.cu": _kernels(plan)}
+
+
+def _dims(plan: Plan) -> dict[str, int]:
+    return step_dims(plan.cfg, tp=plan.tp, slots=1, pages=1, slot_pages=1)
+
+
+def camel(name: str) -> str:
+    return "k" + "".join(part.capitalize() for part in re.split("_", name))
+
+
+def _config(plan: Plan, rows: int, kv: str) -> str:
+    cfg, tp = plan.cfg, plan.tp
+    lines = ["#pragma once", "// Sizes of the whole model."]
+    sizes = cfg.dims() | {"max_rows": MAX_ROWS, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
+    lines += [f"constexpr int {camel(n)} = {v};" for n, v in sizes.items()]
+    lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows};"]
+    cut = sorted({b.shape[b.cut] for b in BUFFERS if b.cut is not None})
+    lines += [f"constexpr int {camel('own_' + n)} = {cfg.dims()[n] // tp};" for n in cut]
+    lines += ["// Numbers of the arithmetic."]
+    reals = {"rms_norm_eps": cfg.rms_norm_eps, "mla_norm_eps": MLA_NORM_EPS, "l2norm_eps": L2NORM_EPS,
+             "situ_beta": cfg.activation_situ_beta, "situ_linear_beta": cfg.activation_situ_linear_beta,
+             "gate_lower_bound": cfg.linear_attn_config.gate_lower_bound, "routed_scaling_factor": cfg.routed_scaling_factor}
+    lines += [f"constexpr float {camel(n)} = {float(v)!r}f;" for n, v in reals.items()]
+    lines += [f"constexpr bool kKvFp8 = {str(kv == 'fp8_e4m3').lower()};", "// Leaves of the tree over K on this rank, and k-steps (experts: groups) in a leaf."]
+    for name, (leaves, steps) in _trees(plan).items():
+        lines.append(f"constexpr int {camel(name)}Leaves = {leaves}, {camel(name)}Steps = {steps};")
+    return "\n".join(lines) + "\n"
+
+
+def _trees(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Tree of every product, by the name of its packed array; `hidden` and `latent` are those of the row norms."""
+    cfg, out = plan.cfg, {}
+    for packed in (p for group in PACKED.values() for p in group):
+        if packed.how in (packing.HEADS, packing.HEADS_TURNED):
+            inputs = cfg.kv_lora_rank if packed.how == packing.HEADS else cfg.qk_nope_head_dim
+            out[packed.name] = packing.inputs_leaves_and_steps(inputs)
+        elif packed.how not in (packing.PLAIN, packing.FOLDED):
+            out[packed.name] = packing.leaves_and_steps(packed.sources[-1], cfg, plan.tp)
+    for name, size in (("hidden_norm", cfg.hidden_size), ("latent_norm", cfg.routed_expert_hidden_size),
+                       ("q_latent_norm", cfg.q_lora_rank), ("kv_latent_norm", cfg.kv_lora_rank)):
+        out[name] = (tree_leaves(size), size // tree_leaves(size) // MMA_K)
+    return out
+
+
+def _buffers(plan: Plan, kv: str) -> str:
+    offsets, size = arena_offsets(plan)
+    lines = ['#pragma once', '#include "prims.cuh"', '#include "config.cuh"', f"typedef {KV_TYPES[kv]} kv_t;", "",
+             f"// One step of one rank: where its memory begins. The arena has {size} bytes.", "struct Step {", "  u8* arena;"]
+    lines += [f"  {C_TYPES[BY_NAME[n].dtype]}* {n}_base;" for n in SESSION]
+    lines += ["  int slots, pages, slot_pages;", "};", "",
+              "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows.",
+              "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block;", "  float kv_scale;", "};", ""]
+    lines += [_accessor(b, offsets, plan) for b in BUFFERS]
+    lines += [f"K3_DEVICE const {_weight_type(p)}* w_{p.name}(const OpArgs& op) {{ return (const {_weight_type(p)}*)op.w[{i}]; }}"
+              for group in PACKED.values() for i, p in enumerate(group)]
+    return "\n".join(lines) + "\n"
+
+
+def _accessor(b: Buffer, offsets: dict[str, int], plan: Plan) -> str:
+    """Pointer to the buffer, or to the part of the layer that an operation belongs to."""
+    kind, layered, dims = C_TYPES[b.dtype], b.shape[0] in _LAYERED, _dims(plan)
+    if b.name in SESSION:
+        factors = [n if n in ("slots", "pages", "slot_pages") else "" for n in b.shape[1:] if layered]
+        fixed = prod(v for n, v in zip(b.shape[1:], buffer_shape(b, dims)[1:]) if n not in ("slots", "pages", "slot_pages"))
+        stride = " * ".join([f"size_t({fixed})", *(f"s.{n}" for n in factors if n)])
+        tail = f" + {stride} * op.kind_index" if layered else ""
+        head = "const Step& s, const OpArgs& op" if layered else "const Step& s"
+        return f"K3_DEVICE {kind}* {b.name}({head}) {{ return s.{b.name}_base{tail}; }}"
+    base = f"({kind}*)(s.arena + {offsets[b.name]}ull)"
+    if not layered:
+        return f"K3_DEVICE {kind}* {b.name}(const Step& s) {{ return {base}; }}"
+    part = prod(buffer_shape(b, dims)[1:])
+    return f"K3_DEVICE {kind}* {b.name}(const Step& s, const OpArgs& op) {{ return {base} + size_t({part}) * op.kind_index; }}"
+
+
+def _weight_type(p: packing.Packed) -> str:
+    if p.how == packing.FOLDED:
+        return "float"
+    if p.how != packing.PLAIN:
+        return "uint4"
+    return "float" if WEIGHT[p.sources[0]].dtype == "F32" else "bf16"
+
+
+def _kernels(plan: Plan) -> str:
+    used = {op.stage.name for op in plan.ops + plan.commit}
+    stages = [s for s in STAGES if s.name in used and s.header]
+    lines = ['#include "buffers.cuh"', *(f'#include "stages/{h}.cuh"' for h in dict.fromkeys(s.header for s in stages)), ""]
+    for s in stages:
+        t = f"stage::{s.name}"
+        lines.append(f'extern "C" __constant__ int k_{s.name}_launch[4] = {{{t}::kBlocks, {t}::kThreads, {t}::kCluster, {t}::kSmem}};')
+        lines.append(f'extern "C" __global__ void __launch_bounds__({t}::kThreads, {t}::kResident) '
+                     f"k_{s.name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ {t}::run(s, op); }}")
+    return "\n".join(lines) + "\n"

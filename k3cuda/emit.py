@@ -16,7 +16,7 @@ from .packing import PACKED
 from .plan import Plan
 from .stages import STAGES
 from .weights import BY_NAME as WEIGHT
-from .weights import MMA_K, tree_leaves
+from .weights import LEGAL_TP, MMA_K, tree_leaves
 
 ALIGN = 256  # bytes between starts of buffers: a bulk copy wants 16, a cache line 128
 C_TYPES = {"f32": "float", "bf16": "bf16", "i32": "int", "u8": "u8", "kv": "kv_t"}
@@ -93,7 +93,7 @@ def _buffers(plan: Plan, kv: str) -> str:
     lines = ['#pragma once', '#include "prims.cuh"', '#include "config.cuh"', f"typedef {KV_TYPES[kv]} kv_t;", "",
              f"// One step of one rank: where its memory begins. The arena has {size} bytes.", "struct Step {", "  u8* arena;"]
     lines += [f"  {C_TYPES[BY_NAME[n].dtype]}* {n}_base;" for n in SESSION]
-    lines += ["  int slots, pages, slot_pages;", "};", "",
+    lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  int slots, pages, slot_pages, rank, loopback;", "};", "",
               "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows.",
               "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block;", "  float kv_scale;", "};", ""]
     lines += [_accessor(b, offsets, plan) for b in BUFFERS]

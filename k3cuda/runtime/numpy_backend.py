@@ -9,7 +9,7 @@ from threadpoolctl import ThreadpoolController
 from .. import buffers, weights
 from ..buffers import BUFFERS, Buffer, buffer_shape, step_dims
 from ..config import MAX_ROWS, PAGE_SIZE, K3Config
-from ..errors import ConfigError, OutOfMemory, PlanError
+from ..errors import ConfigError, OutOfMemory
 from ..plan import Op, Plan, build_plan
 from ..reference import FUNCTIONS
 from ..reference.mxfp4 import ExpertMatrix
@@ -17,6 +17,7 @@ from ..reference.numerics import CACHE_ROUNDING, Numerics, padded_rows
 from ..reference.sample import sample_row
 from ..stages import GATHER, STACK
 from .backend import StepCounts, StepRows
+from .row_check import RowCheck, sequences
 
 NUMPY_DTYPE = {"i32": np.int32, "u8": np.uint8}  # every other dtype is held as F32
 # A product of 8 rows with fewer weights than this is done before a second BLAS thread is awake; on a busy machine waiting
@@ -30,16 +31,7 @@ class Model:
     def __init__(self, cfg: K3Config, num: Numerics, rank: int, tp: int):
         self.cfg, self.num, self.rank, self.tp = cfg, num, rank, tp
 
-    @staticmethod
-    def sequences(row_slot: np.ndarray) -> list[tuple[int, slice]]:
-        """(slot, its rows) for every sequence of the step; rows with slot -1 are padding."""
-        out, start = [], 0
-        for r in range(1, len(row_slot) + 1):
-            if r == len(row_slot) or row_slot[r] != row_slot[start]:
-                if row_slot[start] >= 0:
-                    out.append((int(row_slot[start]), slice(start, r)))
-                start = r
-        return out
+    sequences = staticmethod(sequences)
 
 
 class NumpyBackend:
@@ -80,9 +72,7 @@ class NumpyBackend:
         self._blas_threads = None if largest >= _THREADED_WEIGHTS else 1
         self._blas = ThreadpoolController()
         self._bound: dict[tuple, list] = {}
-        self._lengths = np.zeros(max_batch, np.int64)
-        self._rows: StepRows | None = None
-        self._committed = True
+        self._check = RowCheck(max_batch, self.max_model_len, self.max_rows)
         self.counts = StepCounts()
 
     def open_slot(self, slot: int, pages) -> None:
@@ -91,11 +81,11 @@ class NumpyBackend:
             arena["conv_state"][:, slot] = 0
             arena["page_table"][slot] = -1
             arena["page_table"][slot, :len(pages)] = pages
-        self._lengths[slot] = 0
+        self._check.open(slot)
 
     def step(self, rows: StepRows, observe=None) -> None:
         """See Backend.step. `observe(op, arenas)`, for tests and scripts, is called after every operation."""
-        self._check(rows)
+        self._check.step(rows)
         n, m = padded_rows(len(rows)), padded_rows(len(rows.logit_rows))
         for arena in self.arenas:
             for name, values, pad in (("token_ids", rows.token_ids, 0), ("row_slot", rows.slots, -1),
@@ -103,39 +93,23 @@ class NumpyBackend:
                 arena[name][:] = pad
                 arena[name][:len(values)] = values
         self._run(self.plan.ops, n, m, observe)
-        self._rows, self._committed = rows, False
         self.counts.steps[self.name] = self.counts.steps.get(self.name, 0) + 1
 
     def logits(self) -> np.ndarray:
-        return self.arenas[0]["logits"][:len(self._rows.logit_rows)]
+        return self.arenas[0]["logits"][:len(self._check.rows.logit_rows)]
 
     def sample(self, draws):
         return [sample_row(row, draw) for row, draw in zip(self.logits(), draws, strict=True)]
 
     def commit(self, accepted: np.ndarray) -> None:
-        if self._rows is None or self._committed:
-            raise PlanError("commit without a step before it")
+        self._check.commit(accepted)
         for arena in self.arenas:
             arena["row_accepted"][:] = 0
             arena["row_accepted"][:len(accepted)] = accepted
-        self._run(self.plan.commit, padded_rows(len(self._rows)), 0, None)
-        np.add.at(self._lengths, self._rows.slots[accepted], 1)
-        self._committed = True
+        self._run(self.plan.commit, padded_rows(len(accepted)), 0, None)
 
     def close(self) -> None:
         self.arenas, self._weights, self._bound = [], [], {}
-
-    def _check(self, rows: StepRows) -> None:
-        """The engine's part of the contract; a breach would silently corrupt another row's state."""
-        if not 1 <= len(rows) <= self.max_rows:
-            raise PlanError(f"a step of {len(rows)} rows, wanted 1 to {self.max_rows}")
-        sequences = Model.sequences(rows.slots)
-        if len({slot for slot, _ in sequences}) != len(sequences):
-            raise PlanError("rows of one slot are not neighbours")
-        for slot, span in sequences:
-            want = self._lengths[slot] + np.arange(span.stop - span.start)
-            if not np.array_equal(rows.positions[span], want) or want[-1] >= self.max_model_len:
-                raise PlanError(f"slot {slot}: positions {rows.positions[span]} do not continue its {self._lengths[slot]} tokens")
 
     def _run(self, ops: tuple[Op, ...], n: int, m: int, observe) -> None:
         key = (ops is self.plan.commit, n, m)

@@ -1,0 +1,195 @@
+"""The standard decode backend: a kernel a stage, a step one CUDA graph, on one GPU."""
+import logging
+
+import cupy
+import numpy as np
+
+from ..config import MAX_ROWS, PAGE_SIZE, K3Config
+from ..errors import ConfigError, OutOfMemory, PlanError
+from ..plan import Plan, build_plan
+from ..reference.sample import sample_row
+from . import cuda_weights
+from .backend import StepCounts, StepRows
+from .cuda_driver import check, driver, open_device
+from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
+from .cuda_memory import RankMemory, session_bytes
+from .row_check import RowCheck
+
+log = logging.getLogger("k3cuda")
+
+_INPUTS = ("token_ids", "row_slot", "row_position", "logit_rows", "row_accepted")
+_PADDING = {"token_ids": 0, "row_slot": -1, "row_position": 0, "logit_rows": -1, "row_accepted": 0}
+_KV_DTYPES = {"auto": "bf16", "bf16": "bf16", "fp8_e4m3": "fp8_e4m3"}
+
+
+class CudaBackend:
+    """runtime/backend.py on one NVIDIA GPU.
+
+    Args:
+        source: has `cfg` and `rank_slices` (runtime/tensor_source.py).
+        tp: ranks. All of them run on this GPU, one after the other ("virtual"), unless `only_rank` is given.
+        only_rank: runs this one rank of `tp` alone, every collective looped back to itself; its numbers mean nothing.
+        max_batch: slots, 1 to 64. max_model_len: tokens a slot can hold; None: what fits, at most the model's own limit.
+        kv_cache_dtype: "auto" (bf16), "bf16" or "fp8_e4m3".
+        memory_utilization: part of the device's memory that may be used.
+    Raises:
+        DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
+    """
+
+    name = "standard"
+
+    def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
+                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, weights=None):
+        if not 1 <= max_batch <= MAX_ROWS:
+            raise ConfigError(f"max_batch {max_batch} is outside 1 to {MAX_ROWS}")
+        if kv_cache_dtype not in _KV_DTYPES:
+            raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
+        self.device = open_device(0)
+        self.cfg: K3Config = source.cfg
+        self.plan: Plan = build_plan(self.cfg, tp)
+        self.tp, self.num_slots, self.max_rows = tp, max_batch, MAX_ROWS
+        self.kv_cache_dtype = _KV_DTYPES[kv_cache_dtype]
+        self.ranks = "virtual" if only_rank is None else "loopback"
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._raw_stream = self.stream.__cuda_stream__()[1]
+        owned = list(range(tp)) if only_rank is None else [only_rank]
+        held = [(weights or _upload)(self.plan, source, tp, r) for r in owned]
+        self.max_model_len = self._fitting_length(max_model_len, len(owned), memory_utilization)
+        slot_pages = -(-self.max_model_len // PAGE_SIZE)
+        self.num_pages = slot_pages * max_batch
+        self.memories = [RankMemory(self.plan, max_batch, self.num_pages, slot_pages, self.kv_cache_dtype) for _ in owned]
+        for memory, arrays in zip(self.memories, held):
+            memory.weights = arrays
+        self._steps = [m.step_struct(r, self.memories, only_rank is not None) for m, r in zip(self.memories, owned)]
+        self._page_tables = np.full((max_batch, slot_pages), -1, np.int32)
+        self._staging = self._pinned_inputs()
+        self._graphs: dict[tuple[str, int], object] = {}
+        self._kernels: dict[int, BucketKernels] = {}
+        self._check = RowCheck(max_batch, self.max_model_len, self.max_rows)
+        self.counts = StepCounts()
+
+    # ---- runtime/backend.py ----
+
+    def open_slot(self, slot: int, pages) -> None:
+        self._page_tables[slot] = -1
+        self._page_tables[slot, :len(pages)] = pages
+        cu = driver()
+        for memory in self.memories:
+            for name in ("kda_state", "conv_state"):
+                array = memory.buffer(name)   # [layer, slot, ..]: one slot of every layer is a column of equal strides
+                row = array.nbytes // (array.shape[0] * array.shape[1])
+                pitch = row * array.shape[1]
+                check(cu.cuMemsetD2D8Async(array.data.ptr + slot * row, pitch, 0, row, array.shape[0], self._raw_stream))
+            target = memory.buffer("page_table")
+            target.data.copy_from_host_async(self._page_tables.ctypes.data, self._page_tables.nbytes, self.stream)
+        self.stream.synchronize()   # the host array may change again
+        self._check.open(slot)
+
+    def step(self, rows: StepRows) -> None:
+        self._check.step(rows)
+        bucket = bucket_of(len(rows))
+        self._write(token_ids=rows.token_ids, row_slot=rows.slots, row_position=rows.positions, logit_rows=rows.logit_rows)
+        self._replay("step", bucket)
+        self.counts.steps[self.name] = self.counts.steps.get(self.name, 0) + 1
+
+    def logits(self) -> np.ndarray:
+        rows = len(self._check.rows.logit_rows)
+        out = np.empty((rows, self.cfg.vocab_size), np.float32)
+        part = self.memories[0].buffer("logits")[:rows]
+        if rows:
+            part.data.copy_to_host_async(out.ctypes.data, out.nbytes, self.stream)
+            self.stream.synchronize()
+        return out
+
+    def sample(self, draws):
+        return [sample_row(row, draw) for row, draw in zip(self.logits(), draws, strict=True)]
+
+    def commit(self, accepted: np.ndarray) -> None:
+        self._check.commit(accepted)
+        self._write(row_accepted=accepted)
+        self._replay("commit", bucket_of(len(accepted)))
+
+    def close(self) -> None:
+        self._graphs.clear()
+        for kernels in self._kernels.values():
+            kernels.close()
+        self._kernels.clear()
+        self.memories, self._steps = [], []
+        cupy.get_default_memory_pool().free_all_blocks()
+
+    # ---- inputs ----
+
+    def _pinned_inputs(self) -> np.ndarray:
+        """Host copy of the input buffers, which are neighbours at the start of the arena, in memory the GPU reads directly."""
+        offsets = self.memories[0].offsets
+        self._input_bytes = offsets["row_accepted"] + MAX_ROWS
+        pinned = cupy.cuda.alloc_pinned_memory(self._input_bytes)
+        return np.frombuffer(pinned, np.uint8, self._input_bytes)
+
+    def _write(self, **values) -> None:
+        self.stream.synchronize()   # the copy before this one has left the staging memory
+        for name, array in values.items():
+            start, dtype = self.memories[0].offsets[name], np.uint8 if name == "row_accepted" else np.int32
+            view = self._staging[start:start + MAX_ROWS * np.dtype(dtype).itemsize].view(dtype)
+            view[:] = _PADDING[name]
+            view[:len(array)] = array
+        for memory in self.memories:
+            memory.arena.data.copy_from_host_async(self._staging.ctypes.data, self._input_bytes, self.stream)
+
+    # ---- kernels and graphs ----
+
+    def kernels(self, bucket: int) -> BucketKernels:
+        if bucket not in self._kernels:
+            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch)
+            self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled)
+        return self._kernels[bucket]
+
+    def launches(self, what: str, bucket: int) -> list:
+        """Every launch of a step or a commit in order, rank after rank for each operation."""
+        kernels = self.kernels(bucket)
+        ops = self.plan.ops if what == "step" else self.plan.commit[:1]   # one launch commits every layer
+        out = []
+        for op in ops:
+            for memory, step in zip(self.memories, self._steps):
+                out.append(kernels.launch(op, step, memory.op_struct(op), self._raw_stream, dependent=bool(out)))
+        return out
+
+    def _replay(self, what: str, bucket: int) -> None:
+        if (what, bucket) not in self._graphs:
+            launches = self.launches(what, bucket)
+            self.stream.synchronize()
+            with self.stream:
+                self.stream.begin_capture()
+                for launch in launches:
+                    launch.launch()
+                graph = self.stream.end_capture()
+            self._graphs[what, bucket] = (graph, launches)
+        self._graphs[what, bucket][0].launch(self.stream)
+
+    def _fitting_length(self, asked: int | None, ranks: int, utilization: float) -> int:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        room = free - int(total * (1 - utilization))
+        fixed = session_bytes(self.plan, self.num_slots, 0, 0, self.kv_cache_dtype)
+        page = session_bytes(self.plan, self.num_slots, 1, 0, self.kv_cache_dtype)["mla_cache"]
+        from ..emit import arena_offsets
+
+        room = room // ranks - sum(fixed.values()) - arena_offsets(self.plan)[1]
+        pages = room // max(page + 4, 1) // self.num_slots
+        fits = min(self.cfg.max_position_embeddings, pages * PAGE_SIZE)
+        asked_or_fits = fits if asked is None else asked
+        if asked_or_fits > self.cfg.max_position_embeddings:
+            raise ConfigError(f"max_model_len {asked} is beyond the model's {self.cfg.max_position_embeddings}")
+        if fits < 1 or asked_or_fits > fits:
+            raise OutOfMemory(f"{self.num_slots} x {asked_or_fits} tokens of cache do not fit the {room / 1e9:.1f} GB that weights and states leave",
+                              f"use a max_model_len of at most {max(fits, 0)}, or a smaller max_batch")
+        return asked_or_fits
+
+
+def _upload(plan: Plan, source, tp: int, rank: int) -> dict:
+    """(layer, stage) -> packed arrays on the device."""
+    held = {}
+    for op in plan.ops:
+        arrays = cuda_weights.op_arrays(op, source, tp, rank)
+        if arrays:
+            held[op.layer, op.stage.name] = [cupy.asarray(np.ascontiguousarray(a).view(np.uint8).reshape(-1)) for a in arrays]
+    return held

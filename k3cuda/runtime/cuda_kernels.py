@@ -1,0 +1,60 @@
+"""The kernels of one row bucket: compiled from the emitted text, loaded, and launched op by op for every rank."""
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from ..config import MAX_ROWS
+from ..emit import build_files
+from ..plan import Op, Plan
+from .cuda_driver import Launch, Module, check, driver
+from .cuda_jit import Compiled, compile_cuda
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, MAX_ROWS)  # a step runs in the smallest that holds its rows
+
+
+def bucket_of(rows: int) -> int:
+    return next(b for b in ROW_BUCKETS if b >= rows)
+
+
+def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, strict: bool = False) -> Compiled:
+    """The cubin of every stage for steps of up to `rows` rows. Needs no GPU."""
+    headers = build_files(plan, rows, kv_cache_dtype)
+    source = headers.pop("kernels.cu")
+    return compile_cuda(source, arch, headers=headers, strict=strict, name=f"the step for {rows} rows")
+
+
+def compile_buckets(plan: Plan, buckets, kv_cache_dtype: str, arch: str, **options) -> list[Compiled]:
+    """Several buckets side by side: NVRTC works outside Python's lock."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda rows: compile_bucket(plan, rows, kv_cache_dtype, arch, **options), buckets))
+
+
+class BucketKernels:
+    """Loaded kernels of one bucket.
+
+    Attributes:
+        shapes: stage -> (blocks, threads, blocks of a cluster, bytes of shared memory), as the kernels say themselves.
+    """
+
+    def __init__(self, plan: Plan, rows: int, compiled: Compiled):
+        self.rows, self.module = rows, Module(compiled.cubin)
+        names = dict.fromkeys(op.stage.name for op in plan.ops + plan.commit)
+        self.shapes = {n: tuple(int(x) for x in self._constant(f"k_{n}_launch", 4)) for n in names}
+        self.functions = {n: self.module.function(f"k_{n}", shape[3]) for n, shape in self.shapes.items()}
+
+    def _constant(self, name: str, count: int) -> np.ndarray:
+        cu = driver()
+        address, size = check(cu.cuLibraryGetGlobal(self.module._library, name.encode()))
+        out = np.zeros(count, np.int32)
+        assert size == out.nbytes, (name, size)
+        check(cu.cuMemcpyDtoH(out.ctypes.data, address, size))
+        return out
+
+    def launch(self, op: Op, step: ctypes.Structure, args: ctypes.Structure, stream: int, dependent: bool) -> Launch:
+        blocks, threads, cluster, shared = self.shapes[op.stage.name]
+        return Launch(self.functions[op.stage.name], blocks, threads, [step, args], shared=shared, stream=stream, cluster=cluster,
+                      dependent=dependent)
+
+    def close(self) -> None:
+        self.module.close()

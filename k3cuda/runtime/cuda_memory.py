@@ -1,0 +1,80 @@
+"""Device memory of one rank: arena, session buffers, weights; and the structures that kernels get. CuPy owns all of it."""
+import ctypes
+from math import prod
+
+import cupy
+import numpy as np
+
+from ..buffers import BY_NAME, DTYPE_BYTES, buffer_shape, step_dims
+from ..emit import SESSION, arena_offsets
+from ..packing import MAX_PACKED
+from ..plan import Op, Plan
+from ..weights import LEGAL_TP
+
+VIEW_DTYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8, "kv": np.uint16}
+_KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
+
+
+class StepStruct(ctypes.Structure):
+    """`struct Step` of emit.py; a test compares sizes and offsets with the compiled ones."""
+
+    _fields_ = [("arena", ctypes.c_void_p), *((f"{n}_base", ctypes.c_void_p) for n in SESSION), ("peers", ctypes.c_void_p * LEGAL_TP[-1]),
+                ("slots", ctypes.c_int), ("pages", ctypes.c_int), ("slot_pages", ctypes.c_int), ("rank", ctypes.c_int), ("loopback", ctypes.c_int)]
+
+
+class OpStruct(ctypes.Structure):
+    """`struct OpArgs` of emit.py."""
+
+    _fields_ = [("w", ctypes.c_void_p * MAX_PACKED), ("layer", ctypes.c_int), ("kind_index", ctypes.c_int), ("num_blocks", ctypes.c_int),
+                ("opens_block", ctypes.c_int), ("kv_scale", ctypes.c_float)]
+
+
+def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:
+    """Bytes of every buffer that exists once a slot or page, on one rank."""
+    dims = step_dims(plan.cfg, tp=plan.tp, slots=slots, pages=pages, slot_pages=slot_pages)
+    return {n: prod(buffer_shape(BY_NAME[n], dims)) * (_KV_BYTES[kv_cache_dtype] if BY_NAME[n].dtype == "kv" else DTYPE_BYTES[BY_NAME[n].dtype])
+            for n in SESSION}
+
+
+class RankMemory:
+    """All device memory of one rank.
+
+    Args:
+        plan: of the step.
+        slots, pages, slot_pages: as buffers.py names them.
+        kv_cache_dtype: "bf16" or "fp8_e4m3".
+    """
+
+    def __init__(self, plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str):
+        self.plan, self.dims = plan, step_dims(plan.cfg, tp=plan.tp, slots=slots, pages=pages, slot_pages=slot_pages)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.offsets, size = arena_offsets(plan)
+        self.arena = cupy.zeros(size, cupy.uint8)
+        self.session = {n: cupy.zeros(nbytes, cupy.uint8) for n, nbytes in session_bytes(plan, slots, pages, slot_pages, kv_cache_dtype).items()}
+        self.weights: dict[tuple[int | None, str], list] = {}
+
+    def buffer(self, name: str) -> cupy.ndarray:
+        """A buffer as an array that shares its memory. BF16 comes as uint16 bits, FP8 as uint8."""
+        b = BY_NAME[name]
+        dtype = np.dtype(np.uint8 if b.dtype == "kv" and self.kv_cache_dtype == "fp8_e4m3" else VIEW_DTYPES[b.dtype])
+        shape = buffer_shape(b, self.dims)
+        if name in self.session:
+            return self.session[name].view(dtype).reshape(shape)
+        start = self.offsets[name]
+        return self.arena[start:start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+    def step_struct(self, rank: int, peers: list["RankMemory"], loopback: bool) -> StepStruct:
+        s = StepStruct(arena=self.arena.data.ptr, slots=self.dims["slots"], pages=self.dims["pages"], slot_pages=self.dims["slot_pages"],
+                       rank=rank, loopback=loopback)
+        for name, array in self.session.items():
+            setattr(s, f"{name}_base", array.data.ptr)
+        for i in range(self.plan.tp):
+            s.peers[i] = (self if loopback else peers[i]).arena.data.ptr
+        return s
+
+    def op_struct(self, op: Op, kv_scale: float = 1.0) -> OpStruct:
+        o = OpStruct(layer=-1 if op.layer is None else op.layer, kind_index=op.kind_index, num_blocks=op.num_blocks,
+                     opens_block=op.layer is not None and self.plan.cfg.opens_res_block(op.layer), kv_scale=kv_scale)
+        for i, array in enumerate(self.weights.get((op.layer, op.stage.name), ())):
+            o.w[i] = array.data.ptr
+        return o

@@ -15,7 +15,7 @@ from k3cuda.errors import CheckpointError
 from k3cuda.runtime.safetensors_file import DTYPE_BITS, MAX_HEADER, SafetensorsFile
 
 MODEL = os.path.join(os.path.dirname(__file__), "data", "k3-headdims", "model.safetensors")
-PROPERTY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def file_bytes(header, data=b"", length=None) -> bytes:
@@ -40,8 +40,8 @@ def test_reads_what_the_package_reads():
     for name, array in want.items():
         got = file.array(name)
         assert got.dtype == array.dtype and got.shape == array.shape and got.tobytes() == array.tobytes(), name
-        assert not got.flags.writeable
-        assert file.raw(name).tobytes() == array.tobytes()
+        if array.ndim:
+            assert file.array(name, slice(1, len(array))).tobytes() == array[1:].tobytes()
 
 
 def test_arrays_outlive_close_and_may_be_misaligned(tmp_path):
@@ -115,6 +115,11 @@ def test_damage_is_named(tmp_path, name):
     assert caught.value.code == 3 and caught.value.findings == (finding,)
 
 
+def test_the_package_and_we_know_the_same_dtypes():
+    assert {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"} <= set(DTYPES)
+    assert not official(file_bytes({"x": entry("F33")}, bytes(8)))
+
+
 def test_all_problems_of_a_file_at_once(tmp_path):
     header = {"a": entry("F33"), "b": entry("F33"), "c": entry(shape=(-1,)), "d": entry(offsets=(3, 1)), "e": entry(shape=(5,)),
               "f": entry(offsets=(0, 8)), "g": entry(offsets=(4, 12)), "__metadata__": []}
@@ -161,17 +166,25 @@ def test_memory_is_bounded(tmp_path, header):
     assert peak < 4 * len(content)
 
 
+def official(content: bytes) -> bool:
+    """Whether the safetensors package accepts a file."""
+    try:
+        safetensors.deserialize(content)
+        return True
+    except (safetensors.SafetensorError, ValueError):
+        return False
+
+
+# Older packages do not know the newest dtypes.
+DTYPES = [dtype for dtype, bits in DTYPE_BITS.items() if official(file_bytes({"x": entry(dtype, (8,), (0, bits))}, bytes(bits)))]
+
+
 def accepted(tmp_path, content: bytes) -> bool:
     findings = findings_of(tmp_path, content)
     for finding in findings:
         str(finding).encode()
-    try:
-        safetensors.deserialize(content)
-        theirs = True
-    except (safetensors.SafetensorError, ValueError):
-        theirs = False
-    if not theirs and b"-0" not in content:  # we may be stricter, never laxer, but that -0 is a 0 to us
-        assert findings
+    if b"-0" not in content and not any(dtype.encode() in content for dtype in DTYPE_BITS if dtype not in DTYPES):
+        assert findings or official(content)  # we may be stricter, never laxer, but that -0 is a 0 to us
     return not findings
 
 
@@ -198,7 +211,7 @@ def test_odd_headers(tmp_path, header, size):
     accepted(tmp_path, file_bytes(header, bytes(size)))
 
 
-_tensors = st.lists(st.tuples(st.sampled_from(list(DTYPE_BITS)), st.lists(st.integers(0, 4), max_size=3)), max_size=5)
+_tensors = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), max_size=5)
 
 
 @PROPERTY
@@ -213,8 +226,7 @@ def test_valid_files_and_their_mutations(tmp_path, tensors, random, data):
     names = list(header)
     random.shuffle(names)
     content = file_bytes({name: header[name] for name in names}, random.randbytes(at))
-    assert accepted(tmp_path, content)
-    safetensors.deserialize(content)
+    assert accepted(tmp_path, content) and official(content)
     where = data.draw(st.integers(0, len(content) - 1))
     accepted(tmp_path, content[:where] + bytes([data.draw(st.integers(0, 255))]) + content[where + 1:])
     accepted(tmp_path, content[:where] + content[where + 1:])

@@ -24,7 +24,7 @@ _OTHER_FILES = "use config.json and weights of one release"
 
 
 class Checkpoint(TensorSource):
-    """An open checkpoint. Headers are read and checked at once; weight bytes are mapped, and read when they are used."""
+    """An open checkpoint. Headers are read and checked at once; weight bytes are read when asked for."""
 
     def __init__(self, path: Path, cfg: K3Config, shards: Shards, generation_config: dict):
         self.path, self.cfg, self.shards, self.generation_config = path, cfg, shards, generation_config
@@ -48,8 +48,11 @@ class Checkpoint(TensorSource):
         return cls(survey.path, survey.cfg, survey.shards, survey.generation_config)
 
     def stored(self, weight: Weight, layer: int | None, expert: int | None) -> np.ndarray:
+        return self.stored_rows(weight, layer, expert, None)
+
+    def stored_rows(self, weight: Weight, layer: int | None, expert: int | None, rows: slice | None) -> np.ndarray:
         key = checkpoint_key(weight, layer, expert)
-        return self.shards.owner[key].array(key)
+        return self.shards.owner[key].array(key, rows)
 
     def tokenizer(self):
         """The tokenizer of the checkpoint's folder; CheckpointError if there is none or it is damaged."""

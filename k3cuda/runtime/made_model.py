@@ -6,13 +6,14 @@ import ml_dtypes
 import numpy as np
 
 from ..config import K3Config
-from ..weights import Weight, checkpoint_key, exists_in, stored_shapes
+from ..weights import Weight, checkpoint_key, stored_shapes
 from .tensor_source import TensorSource
 from .tokenizer import DEMO_TOKENIZER_DIR, Tokenizer
 
 # Uniform on [-1, 1] has this standard deviation; E2M1 values of random bits and random scales of 2^-1, 1, 2 have this one.
 _UNIFORM_STD, _MXFP4_STD = 3**-0.5, 2.926 * 1.32
 _ROW, _COLUMN = np.uint32(2654435761), np.uint32(40503 * 2 + 1)  # odd, so that neighbours never share a code
+
 
 class MadeCheckpoint(TensorSource):
     """A checkpoint that is not stored anywhere: each tensor follows from `seed` and its name, whatever was made before it.
@@ -26,16 +27,13 @@ class MadeCheckpoint(TensorSource):
 
     def __init__(self, cfg: K3Config, seed: int = 0, fill: str = "random"):
         self.cfg, self.seed, self.fill = cfg, seed, {"random": _random, "positions": _positions}[fill]
-        # Ends an answer where the model may choose any token.
-        self.generation_config = {"temperature": 1.0, "top_p": 0.95}
+        self.generation_config = {"temperature": 1.0, "top_p": 0.95}  # the release's advice
 
     def stored(self, weight: Weight, layer: int | None, expert: int | None) -> np.ndarray:
-        if not exists_in(weight, self.cfg, layer) or (expert is not None) != weight.per_expert:
-            raise KeyError(f"{weight.name} of layer {layer}, expert {expert}")
         key = checkpoint_key(weight, layer, expert)
         shape = stored_shapes(weight, self._dims)[0]
         array = self.fill(weight, self._dims, math.prod(shape), self.seed, key)
-        array[math.prod(self._shape(weight)):] = 0  # padding
+        array[math.prod(self._dims[name] for name in weight.shape):] = 0  # padding
         return array.reshape(shape)
 
     def tokenizer(self) -> Tokenizer:

@@ -135,8 +135,7 @@ def _check_tokenizer(report: Report, cfg: K3Config, folder: Path) -> None:
     try:
         tokenizer = Tokenizer.from_dir(folder)
     except CheckpointError as e:
-        file, _, found = e.message.partition(": ")
-        report.findings.append(Finding(file, found or file, "the tokenizer files of a Kimi K3 release", e.hint or "download them again"))
+        report.findings.append(_tokenizer_finding(e))
         return
     report.facts["tokenizer_ids"] = tokenizer.vocab_size
     if tokenizer.vocab_size > cfg.vocab_size:
@@ -144,3 +143,11 @@ def _check_tokenizer(report: Report, cfg: K3Config, folder: Path) -> None:
                                        f"at most vocab_size {cfg.vocab_size:,} of {CONFIG}", "use tokenizer and config of one release"))
     elif tokenizer.vocab_size < cfg.vocab_size:
         report.notes.append(f"the model has {cfg.vocab_size - tokenizer.vocab_size:,} more ids than its tokenizer")
+
+
+def _tokenizer_finding(error: CheckpointError) -> Finding:
+    where, _, text = error.message.partition(": ")
+    file, _, line = where.partition(", line ")
+    found, _, wanted = text.removeprefix("found ").partition(", wanted ")
+    return Finding(file, f"line {line}: {found}" if line else found, wanted or "the tokenizer files of a Kimi K3 release",
+                   error.hint or "download them again")

@@ -1,6 +1,5 @@
-"""Our own safetensors reader: every problem of a header at once, in words, and numpy views of a memory-mapped file."""
+"""Our own safetensors reader: every problem of a header at once, in words, and numpy arrays read by place."""
 import json
-import mmap
 import os
 import stat
 from math import prod
@@ -9,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import CheckpointError
+from .downloads import hub_leftovers, other_kind, partial_download
 from .findings import Finding, counted, error_of, shown
 
 MAX_HEADER = 100_000_000  # the format's own limit
@@ -20,7 +21,6 @@ DTYPE_BITS = {
 }
 _NUMPY = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4", "F32": "<f4",
           "C64": "<c8", "F64": "<f8", "I64": "<i8", "U64": "<u8"}
-_PARTIAL = (".incomplete", ".part", ".aria2", ".crdownload")  # what downloaders leave beside a file that is not whole
 _AGAIN = "download the file again"
 _WANTED = "a safetensors file"
 _INT = {int}  # a bool is no size, though Python would count with it
@@ -48,7 +48,7 @@ class SafetensorsFile:
     def __init__(self, path: Path, tensors: dict[str, Tensor], data_start: int, metadata: dict[str, str], malformed=frozenset()):
         self.path, self.tensors, self.data_start, self.metadata = path, tensors, data_start, metadata
         self.malformed = malformed  # names whose entries are broken: there, but in no state to be read
-        self._bytes = None
+        self._open = None
 
     @classmethod
     def open(cls, path) -> "SafetensorsFile":
@@ -72,45 +72,44 @@ class SafetensorsFile:
         findings += more + _check_layout(path, tensors, size - 8 - len(header), whole=not malformed)
         return cls(path, tensors, 8 + len(header), metadata, malformed), findings
 
+    def array(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """A tensor in its stored shape, or only some `rows` of its first axis; no other byte of the file is read.
+
+        Raises:
+            CheckpointError: the file ends before the tensor does, though its header was checked.
+        """
+        tensor = self.tensors[name]
+        shape, begin, size = tensor.shape, tensor.begin, tensor.end - tensor.begin
+        if rows is not None:
+            row_bytes = size // max(shape[0], 1)
+            shape = (rows.stop - rows.start, *shape[1:])
+            begin, size = begin + rows.start * row_bytes, shape[0] * row_bytes
+        return self._bytes(begin, size).view(numpy_dtype(tensor.dtype)).reshape(shape)
+
+    def _bytes(self, begin: int, size: int) -> np.ndarray:
+        # Reads, not a memory map: page faults of 4 KB are slow, and a file that shrinks would end the process.
+        if self._open is None:
+            self._open = self.path.open("rb", buffering=0)
+        out = np.empty(size, np.uint8)
+        done = 0
+        while done < size:
+            count = os.preadv(self._open.fileno(), [out[done:]], self.data_start + begin + done)
+            if not count:
+                raise CheckpointError(f"{self.path}: ended while it was read: it has become shorter since it was checked", _AGAIN)
+            done += count
+        return out
+
     def close(self) -> None:
-        """Lets go of the mapping; arrays handed out keep it alive."""
-        self._bytes = None
-
-    def raw(self, name: str) -> np.ndarray:
-        """The bytes of a tensor, uint8 and read-only, mapped from the file."""
-        if self._bytes is None:
-            with self.path.open("rb") as f:
-                self._bytes = np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        tensor = self.tensors[name]
-        return self._bytes[self.data_start + tensor.begin : self.data_start + tensor.end]
-
-    def array(self, name: str) -> np.ndarray:
-        """A tensor in its stored shape, read-only, mapped from the file (copied only where the file does not align it)."""
-        tensor = self.tensors[name]
-        array = self.raw(name).view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-        return np.require(array, requirements="A")
+        """Closes the file; the next read opens it again."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
 
 class _Bad(Exception):
     def __init__(self, path: Path, found: str, wanted: str, way_out: str = _AGAIN):
         super().__init__(found)
         self.finding = Finding(str(path), found, wanted, way_out)
-
-
-def partial_download(path: Path) -> str:
-    """The file that an unfinished download of `path` left beside it, or "". Where `path` exists, aria2's list of what it lacks."""
-    if path.suffix in _PARTIAL:
-        return path.name
-    beside = (".aria2",) if os.path.lexists(path) else _PARTIAL  # aria2 sets aside the whole size at once
-    return next((path.name + suffix for suffix in beside if os.path.exists(f"{path}{suffix}")), "")
-
-
-def hub_leftovers(folder: Path) -> str:
-    """Words about unfinished downloads in the hub client's own folders for `folder`, or ""."""
-    for cache in (folder / ".cache" / "huggingface" / "download", folder.parent.parent / "blobs"):
-        if left := sorted(cache.glob("*.incomplete")):
-            return f" ({len(left)} unfinished .incomplete file{'s' if len(left) > 1 else ''} in {cache})"
-    return ""
 
 
 def _read_header(path: Path) -> tuple[bytes, int]:
@@ -146,23 +145,12 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
         empty = ", perhaps space set aside for a download that never began" if not any(head) else ""
         raise _Bad(path, f"header length {length}{empty}", "a JSON header")
     if length > MAX_HEADER:
-        raise _Bad(path, f"header length {length:,}", f"at most {MAX_HEADER:,}", "this is no safetensors file, or it is damaged: " + _AGAIN)
+        raise _Bad(path, f"header length {length:,}", f"at most {MAX_HEADER:,}",
+                   "this is no safetensors file, or it is damaged: " + _AGAIN)
     if length > size - 8:
         raise _Bad(path, f"{size:,} bytes, less than its own header of {length:,}: truncated by at least {length + 8 - size:,} bytes",
                    "the whole file")
     return length
-
-
-def other_kind(head: bytes) -> tuple[str, str] | None:
-    """(what it is, way out) of a file whose first bytes show that something else was saved under its name."""
-    start = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if start.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer", "run `git lfs pull` in its folder, or download the file itself"
-    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head", b"<!--")):
-        return "an HTML or XML page", "the download saved an error or login page: download the file again"
-    if head.startswith((b"GGUF", b"PK\x03\x04", b"\x80\x02")):
-        return "a GGUF or torch file", "use the release's safetensors files"
-    return None
 
 
 def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding]]:
@@ -222,7 +210,8 @@ def _sound(name: str, entry) -> bool:
     try:
         shape, (begin, end) = entry["shape"], entry["data_offsets"]
         return (type(shape) is list and 0 < len(shape) < 8 and {type(begin), type(end), *map(type, shape)} == _INT
-                and 0 <= begin <= end < 2**63 and min(shape) >= 0 and prod(shape) * DTYPE_BITS[entry["dtype"]] == (end - begin) * 8 and name.isascii())
+                and 0 <= begin <= end < 2**63 and min(shape) >= 0 and name.isascii()
+                and prod(shape) * DTYPE_BITS[entry["dtype"]] == (end - begin) * 8)
     except (TypeError, KeyError, ValueError):
         return False
 

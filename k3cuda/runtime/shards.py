@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..weights import SKIPPED_PREFIXES
+from .downloads import hub_leftovers, other_kind, partial_download
 from .findings import Finding, counted, shown
-from .safetensors_file import SafetensorsFile, hub_leftovers, object_hook, other_kind, partial_download
+from .safetensors_file import SafetensorsFile, object_hook
 
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
 MAX_INDEX = 256_000_000  # bytes; the release's index has about 60 million

@@ -1,10 +1,10 @@
 """What every kind of checkpoint offers, whether its tensors lie in files or are made up: logical arrays, and slices for a rank."""
-from math import prod
+from functools import cached_property
 
 import numpy as np
 
 from ..config import K3Config
-from ..weights import BY_NAME, Weight, rank_slice
+from ..weights import BY_NAME, Weight, exists_in, rank_slice
 
 
 class TensorSource:
@@ -22,52 +22,61 @@ class TensorSource:
         """One tensor in the shape it is stored in: float32, ml_dtypes.bfloat16 or uint8."""
         raise NotImplementedError
 
+    def stored_rows(self, weight: Weight, layer: int | None, expert: int | None, rows: slice) -> np.ndarray:
+        """Some rows of `stored`; for sources that can make or read them alone."""
+        return self.stored(weight, layer, expert)[rows]
+
     def tokenizer(self):
         """The tokenizer of the model, read at each call."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Lets go of open files; arrays handed out stay valid."""
+        """Closes files; the next read opens them again."""
 
     def read(self, weight: Weight | str, layer: int | None = None, expert: int | None = None) -> np.ndarray:
-        """One tensor in its logical shape, as stored (not widened); read-only and memory-mapped where it can be.
+        """One tensor in its logical shape, as stored (not widened).
 
         Raises:
             KeyError: the model has no such tensor.
         """
         weight = _entry(weight)
-        shape = self._shape(weight)
-        array = self.stored(weight, layer, expert)
-        if array.size > prod(shape):  # A_log is padded with zeros at its end
-            array = array.reshape(-1)[: prod(shape)]
-        return array.reshape(shape)
+        return self._part(weight, layer, expert, tuple(slice(0, self._dims[name]) for name in weight.shape))
 
     def rank_slices(self, weight: Weight | str, layer: int | None, tp: int, rank: int) -> np.ndarray:
         """The part of a weight that `rank` of `tp` holds, in its logical shape; experts are stacked on axis 0.
 
-        Only the bytes of the slice are read where rows allow it. Weights with one tensor an expert come as a new array, others
-        as a read-only view.
+        Of a weight that is cut by rows only those rows are read.
         """
         weight = _entry(weight)
         part = rank_slice(weight, self._dims, tp, rank)
         if not weight.per_expert:
-            return self.read(weight, layer)[part]
-        first = self.read(weight, layer, 0)[part]
+            return self._part(weight, layer, None, part)
+        first = self._part(weight, layer, 0, part)
         out = np.empty((self.cfg.num_experts, *first.shape), first.dtype)
         out[0] = first
         for expert in range(1, self.cfg.num_experts):
-            out[expert] = self.read(weight, layer, expert)[part]
+            out[expert] = self._part(weight, layer, expert, part)
         return out
 
-    @property
-    def _dims(self) -> dict[str, int]:
-        cached = self.__dict__.get("_dims_of_cfg")
-        if cached is None:
-            cached = self.__dict__["_dims_of_cfg"] = self.cfg.dims()
-        return cached
+    def _part(self, weight: Weight, layer: int | None, expert: int | None, part: tuple[slice, ...]) -> np.ndarray:
+        if not self._has(weight, layer, expert):
+            raise KeyError(f"no {weight.name} at layer {layer}, expert {expert}")
+        # Stored shapes differ from logical ones by axes of size 1; of A_log, which is padded, this takes the rows that are heads.
+        if weight.cut and weight.cut.axis == 0:
+            array, part = self.stored_rows(weight, layer, expert, part[0]), (slice(None), *part[1:])
+            shape = len(array), *(self._dims[name] for name in weight.shape[1:])
+        else:
+            array = self.stored(weight, layer, expert)
+            shape = tuple(self._dims[name] for name in weight.shape)
+        return np.ascontiguousarray(array.reshape(shape)[part])
 
-    def _shape(self, weight: Weight) -> tuple[int, ...]:
-        return tuple(self._dims[name] for name in weight.shape)
+    def _has(self, weight: Weight, layer: int | None, expert: int | None) -> bool:
+        experts = range(self.cfg.num_experts) if weight.per_expert else (None,)
+        return (layer is None or layer in range(self.cfg.num_hidden_layers)) and exists_in(weight, self.cfg, layer) and expert in experts
+
+    @cached_property
+    def _dims(self) -> dict[str, int]:
+        return self.cfg.dims()
 
 
 def _entry(weight: Weight | str) -> Weight:

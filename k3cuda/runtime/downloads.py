@@ -1,0 +1,33 @@
+"""What a download leaves when it was cut short, or saved something else under the file's name."""
+import os
+from pathlib import Path
+
+_PARTIAL = (".incomplete", ".part", ".aria2", ".crdownload")  # what downloaders leave beside a file that is not whole
+
+
+def partial_download(path: Path) -> str:
+    """The file that an unfinished download of `path` left beside it, or "". Where `path` exists, aria2's list of what it lacks."""
+    if path.suffix in _PARTIAL:
+        return path.name
+    beside = (".aria2",) if os.path.lexists(path) else _PARTIAL  # aria2 sets aside the whole size at once
+    return next((path.name + suffix for suffix in beside if os.path.exists(f"{path}{suffix}")), "")
+
+
+def hub_leftovers(folder: Path) -> str:
+    """Words about unfinished downloads in the hub client's own folders for `folder`, or ""."""
+    for cache in (folder / ".cache" / "huggingface" / "download", folder.parent.parent / "blobs"):
+        if left := sorted(cache.glob("*.incomplete")):
+            return f" ({len(left)} unfinished .incomplete file{'s' if len(left) > 1 else ''} in {cache})"
+    return ""
+
+
+def other_kind(head: bytes) -> tuple[str, str] | None:
+    """(what it is, way out) of a file whose first bytes show that something else was saved under its name."""
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if start.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer", "run `git lfs pull` in its folder, or download the file itself"
+    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head", b"<!--")):
+        return "an HTML or XML page", "the download saved an error or login page: download the file again"
+    if head.startswith((b"GGUF", b"PK\x03\x04", b"\x80\x02")):
+        return "a GGUF or torch file", "use the release's safetensors files"
+    return None

@@ -301,7 +301,8 @@ def test_generation_config_may_be_absent(folder):
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"version https://git-lfs.github.com/spec/v1\n"])
 def test_config_missing_or_broken(folder, content):
     (folder / "config.json").unlink() if content is None else (folder / "config.json").write_bytes(content)
-    assert "config.json: found" in the_finding(folder)
+    found = the_finding(folder)
+    assert "config.json: found" in found and ("a Git LFS pointer" in found) == bool(content and content.startswith(b"version"))
 
 
 @pytest.mark.parametrize("name, words", [("nowhere", "no such folder"), ("file", "no folder and no .safetensors file"),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors import numpy as official
 
-from k3cuda.errors import UsageError
+from k3cuda.config import K3Config
+from k3cuda.errors import OutOfMemory, UsageError
 from k3cuda.reference.mxfp4 import dequantize
 from k3cuda.runtime.backend import StepRows
 from k3cuda.runtime.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from k3cuda.runtime.numpy_backend import NumpyBackend
 from k3cuda.runtime.safetensors_file import SafetensorsFile
 from k3cuda.runtime.write_checkpoint import PROJECTOR, TOWER, write_checkpoint
 from k3cuda.weights import BY_NAME, checkpoint_bytes, checkpoint_key, expected_tensors, layer_weights
+from real_config import real_config
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "make_checkpoint.py"
 
@@ -189,6 +191,12 @@ def test_never_overwrites(made, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="not an empty folder"):
         write_checkpoint(open_demo(), tmp_path / "file")
+
+
+def test_a_disk_that_is_too_small(tmp_path):
+    with pytest.raises(OutOfMemory, match="1560.0 GB are needed"):
+        write_checkpoint(MadeCheckpoint(K3Config.from_json(real_config())), tmp_path / "real")
+    assert not list((tmp_path / "real").iterdir())
 
 
 def run_script(*args):

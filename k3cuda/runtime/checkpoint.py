@@ -11,6 +11,7 @@ import numpy as np
 from ..config import K3Config
 from ..errors import ConfigError
 from ..weights import Weight, checkpoint_key, expected_tensors, layer_weights, stored_shapes
+from .downloads import other_kind
 from .findings import Finding, counted, error_of, shown
 from .sampling import SamplingParams
 from .shards import Shards, open_shards
@@ -95,6 +96,14 @@ class Survey:
     def _read_config(self) -> K3Config | None:
         path = self.shards.folder / CONFIG
         if not os.path.isdir(self.shards.folder):
+            return None
+        try:
+            with path.open("rb") as f:
+                kind = other_kind(f.read(512))
+        except OSError:
+            kind = None  # K3Config says what is wrong
+        if kind:
+            self.findings.append(Finding(str(path), kind[0], "the config of a Kimi K3 release", kind[1]))
             return None
         try:
             return K3Config.from_json(path)

@@ -1,5 +1,6 @@
 """Writes a model in the released layout: one layer a shard, an index, the configs, the tokenizer. Any size; one tensor in memory."""
 import json
+import shutil
 from math import prod
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from ..config import K3Config
-from ..errors import UsageError
-from ..weights import DTYPE_BYTES, checkpoint_key, layer_weights, stored_shapes
+from ..errors import OutOfMemory, UsageError
+from ..weights import DTYPE_BYTES, checkpoint_bytes, checkpoint_key, layer_weights, stored_shapes
 from .checkpoint import CONFIG, GENERATION_CONFIG
 from .made_config import config_json
 from .shards import INDEX, SINGLE
@@ -35,11 +36,15 @@ def write_checkpoint(source: TensorSource, path, *, vision: bool = False, single
         the folder.
     Raises:
         UsageError: the folder is not empty.
+        OutOfMemory: the disk has not enough room.
     """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UsageError(f"{path} exists and is not an empty folder", "name a folder that does not exist")
     path.mkdir(parents=True, exist_ok=True)
+    needed, free = checkpoint_bytes(source.cfg), shutil.disk_usage(path).free
+    if needed > free:
+        raise OutOfMemory(f"{path}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free", "choose another disk, or a smaller model")
     parts = [_layer(source, layer) for layer in (*range(source.cfg.num_hidden_layers), None)]
     if single_file:
         _write_file(path / SINGLE, {key: entry for part in parts for key, entry in part.items()})

@@ -23,10 +23,16 @@ class Option(click.Option):
             self.opts = shown
 
 
-class Lines(click.types.StringParamType):
-    """Text that may hold blanks: several values in one variable stand on lines of their own."""
+class Text(click.types.StringParamType):
+    """Text for the model. In a variable several values stand on lines of their own, since each may hold blanks."""
 
     envvar_list_splitter = "\n"
+
+    def convert(self, value, param, ctx):
+        value = super().convert(value, param, ctx)
+        if any("\udc80" <= c <= "\udcff" for c in value):   # bytes that the locale could not read: text is UTF-8
+            value = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return value
 
 
 class NotYet(Option):
@@ -101,12 +107,12 @@ def model(default: str | None = None):
 
 
 prompt = flags(
-    flag("--prompt", "-p", metavar="TEXT", help="The prompt; '-' reads stdin, as does a pipe without this flag."),
+    flag("--prompt", "-p", type=Text(), metavar="TEXT", help="The prompt; '-' reads stdin, as does a pipe without this flag."),
     flag("--file", "-f", metavar="FILE", help="File with the prompt; '-' is stdin."),
 )
 
 conversation = flags(
-    flag("--system", "-S", metavar="TEXT", aliases=["--system-prompt", "-sys"], help="System message."),
+    flag("--system", "-S", type=Text(), metavar="TEXT", aliases=["--system-prompt", "-sys"], help="System message."),
     flag("--reasoning-effort", type=click.Choice(["none", "low", "high", "max"], False), aliases=["--thinking-effort"],
           help="How much the model is told to think; none: not at all.  [default: max; none for demo]"),
     flag("--no-think", is_flag=True, hidden=True),
@@ -129,7 +135,7 @@ sampling = flags(
     flag("--top-k", type=int, help="0 or -1: off.  [default: the checkpoint's, else 0]"),
     flag("--min-p", type=float, help="0: off.  [default: the checkpoint's, else 0]"),
     flag("--seed", "-s", type=int, aliases=["--sampling-seed", "--random-seed"], help="[default: random, and printed]"),
-    flag("--stop", multiple=True, type=Lines(), metavar="TEXT", help="End the answer before this text; may be repeated."),
+    flag("--stop", multiple=True, type=Text(), metavar="TEXT", help="End the answer before this text; may be repeated."),
     flag("--stop-token-id", multiple=True, type=int, help="End the answer at this token; may be repeated."),
     flag("--ignore-eos", is_flag=True, help="Go on after the model's own end."),
     flag("--presence-penalty", type=float, default=0.0, help="-2 to 2.  [default: 0]"),

@@ -13,8 +13,8 @@ from .prompts import read_prompt, read_text
 @click.command(cls=options.Command)
 @options.model()
 @options.prompt
-@click.option("--chat", is_flag=True, help="Render the text as a conversation first.")
-@click.option("--decode", is_flag=True, help="The text is ids; print what they stand for.")
+@options.flags(options.flag("--chat", is_flag=True, help="Render the text as a conversation first."),
+               options.flag("--decode", is_flag=True, help="The text is ids; print what they stand for."))
 @options.conversation
 @options.documents
 @options.flags(options.flag("--json", "as_json", is_flag=True, help="One JSON document."), options.OUTPUT)

@@ -1,0 +1,130 @@
+"""Signals, pipes that break, closed streams, narrow encodings, strange users: a code, never a traceback."""
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from command import COMMAND, ENVIRONMENT, hears_interrupts, k3, start
+
+ENDLESS = ["generate", "demo", "-p", "hi", "--ignore-eos"]
+
+
+def shell(line: str, code: int):
+    """Runs a line of sh, with k3 for the command; its stdout and stderr."""
+    script = line.replace("k3 ", " ".join(COMMAND) + " ")
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", script], env=ENVIRONMENT, capture_output=True, timeout=120)
+    assert done.returncode == code, (done.returncode, done.stderr)
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr, done.stderr.decode()
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_first_signal_stops_cleanly_with_what_there_is(number, code):
+    process = start(*ENDLESS, "--jsonl")
+    lines = [process.stdout.readline() for _ in range(4)]   # the start and three tokens
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=30)
+    *_, end = [json.loads(line) for line in lines + rest.splitlines()]
+    assert process.returncode == code and errors == b""
+    assert (end["event"], end["finish_reason"]) == ("end", "abort") and end["completion_tokens"] == len(end["token_ids"]) >= 3
+
+
+def test_interrupt_while_loading_leaves_nothing():
+    process = start(*ENDLESS)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=30)
+    # So early a signal may come before there is a handler: then it simply kills.
+    assert (process.returncode == 130 and b"Traceback" not in errors) or process.returncode == -signal.SIGINT
+    assert len(out) < 200
+
+
+def test_reader_that_leaves():
+    assert shell("k3 generate demo -p hi --ignore-eos --stream | head -c 1", 141)[1] == b""
+    assert shell("k3 plan --markdown | true", 141)[1] == b""
+
+
+def test_closed_streams():
+    assert shell("k3 generate demo -p hi -n 2 2>&-", 0)[0]
+    shell("k3 info >&-", 141)
+    shell("k3 tokenize demo <&-", 2)
+    shell("k3 tokenize demo -p hi >&- 2>&- <&-", 141)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_full_disk():
+    assert b"No space left" in shell("k3 tokenize demo -p hi >/dev/full", 4)[1]
+
+
+def test_narrow_encodings():
+    narrow = {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert json.loads(k3("tokenize", "demo", "-p", "w\u00f6rld \U0001f600", "--json", env=narrow).stdout)["count"] == 10
+    assert k3("tokenize", "demo", "--decode", "-p", "195 182", env=narrow).stdout == b"\\xf6\n"
+    assert k3("tokenize", "demo", "--decode", "-p", "195 182", env={"LC_ALL": "C"}).stdout.decode() == "\u00f6\n"
+
+
+def test_unknown_user_without_home_in_a_tree_that_is_not_theirs(tmp_path):
+    if os.getuid() != 0:
+        pytest.skip("only root can become somebody else")
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
+    nobody = {"preexec_fn": lambda: (os.setgroups([]), os.setgid(54321), os.setuid(54321)), "env": env, "cwd": "/", "capture_output": True}
+    try:
+        able = subprocess.run([sys.executable, "-c", "import click"], **nobody).returncode == 0
+    except PermissionError:
+        able = False
+    if not able:
+        pytest.skip("this Python lies where no other user may read it")
+    for args in (["generate", "demo", "-p", "hi", "-n", "2", "-s", "1"], ["info"], ["check", "demo"]):
+        done = subprocess.run([*COMMAND, *args], stdin=subprocess.DEVNULL, **nobody)
+        assert done.returncode == 0 and done.stdout and done.stderr == b"", (args, done.stderr)
+
+
+def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
+    """Output and exit code on a terminal. `typed`: pairs of what to wait for in the output, and the bytes to type then."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        hears_interrupts()
+        os.execve(sys.executable, [*COMMAND, *map(str, args)], ENVIRONMENT | {"TERM": "xterm"} | (env or {}))
+    out, seen, typed, deadline = b"", 0, list(typed), time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if typed and typed[0][0] in out[seen:]:
+            seen = len(out)
+            os.write(fd, typed.pop(0)[1])
+        if select.select([fd], [], [], 0.1)[0]:
+            try:
+                data = os.read(fd, 65536)
+            except OSError:   # the other side closed
+                break
+            if not data:
+                break
+            out += data
+    else:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(fd)
+    return out.decode(errors="replace").replace("\r\n", "\n"), code
+
+
+def test_terminal_shows_dimmed_thinking_and_a_summary():
+    request = ["generate", "demo", "-p", "hi", "-n", 6, "-s", 3, "--ignore-eos", "--reasoning-effort", "low"]
+    out, code = on_terminal(*request)
+    assert code == 0 and "\x1b[2m" in out and "answer 6 tokens" in out and "seed 3" in out and "loading demo" in out
+    out, code = on_terminal(*request, "--hide-thinking", "--no-progress", "-q", env={"NO_COLOR": "1"})
+    assert (out, code) == ("", 0)
+
+
+def test_chat_on_a_terminal():
+    # The first answer is interrupted, the second turn too long and taken back, the third answered; then the end of input.
+    typed = [(b"> ", b"hello\n"), (b"hello\r\n", b""), (b"", b"\x03"), (b"> ", b"x" * 400 + b"\n"), (b"> ", b"bye\n"), (b"> ", b"\x04")]
+    out, code = on_terminal("chat", "demo", "-s", 1, "--ignore-eos", "-c", 200, typed=typed)
+    assert code == 0 and "stopped" in out and "Error: the prompt has" in out and out.count("> ") >= 4 and "end: length" in out
+
+
+def test_interrupt_at_the_prompt_leaves():
+    out, code = on_terminal("chat", "demo", typed=[(b"> ", b"\x03")])
+    assert code == 130 and "Traceback" not in out

@@ -1,0 +1,103 @@
+"""README and docs/cli.md say what is so: their commands run, their fields are those of real documents, no flag is left out."""
+import json
+import re
+import shlex
+
+import click
+import pytest
+from command import ROOT, k3, k3_json
+
+from k3cuda import errors
+from k3cuda.cli import main
+from k3cuda.runtime.demo import open_demo
+from k3cuda.runtime.write_checkpoint import write_checkpoint
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+OPTIONS = {(name, option) for name, command in main.commands.items() for option in command.params if isinstance(option, click.Option)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The demo model in the released layout, in the place of the reader's own."""
+    folder = tmp_path_factory.mktemp("models") / "Kimi-K3"
+    write_checkpoint(open_demo(), folder)
+    return folder
+
+
+def readme_commands():
+    for block in re.findall(r"```sh\n(.*?)```", README, re.S):
+        for part in re.split(r"&&|\n", block):
+            words = shlex.split(part)
+            if words and words[0].endswith("k3cuda"):
+                yield words[1:]
+    for row in re.findall(r"^\| `k3cuda (.+?)` \|", README, re.M):
+        yield [{"MODEL": "demo", "TEXT": "hi"}.get(word, word) for word in row.split()]
+
+
+COMMANDS = list(readme_commands())
+
+
+def test_readme_is_short_and_shows_every_command():
+    assert len(README.splitlines()) <= 80
+    assert {words[0] for words in COMMANDS} == set(main.commands)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands_of_the_readme_run(words, checkpoint):
+    if words[0] in ("generate", "chat") and "-n" not in words:
+        words = [*words, "-n", "4", "--no-think"]   # random weights know neither when to answer nor when to end
+    words = [str(checkpoint) if word == "/models/Kimi-K3" else word for word in words]
+    assert k3(*words, stdin=b"hi\n" if words[0] == "chat" else None).stdout
+
+
+def test_python_of_the_readme_runs():
+    block, = re.findall(r"```python\n(.*?)```", README, re.S)
+    printed = []
+    exec(block, {"print": lambda *values: printed.append(values)})
+    (text, finish_reason), = printed
+    assert text and finish_reason in ("stop", "length")
+
+
+def test_files_that_are_pointed_to_exist():
+    for text, base in ((README, ROOT), (PAGE, ROOT / "docs")):
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert (base / target).exists(), target
+
+
+def keys(value):
+    """The shape of a document: names of its fields, and of those of the first element of a list."""
+    if isinstance(value, dict):
+        return {name: keys(v) for name, v in value.items()}
+    return [keys(v) for v in value[:1] if isinstance(v, dict)] if isinstance(value, list) else None
+
+
+@pytest.mark.parametrize("name, args, code", [
+    ("generate", ["demo", "-p", "hi", "-n", "2"], 0), ("tokenize", ["demo", "-p", "hi"], 0), ("info", [], 0),
+    ("check", ["demo", "--tp", "3"], 3)])
+def test_fields_of_documents(name, args, code):
+    block, = re.findall(rf"```json {name}\n(.*?)```", PAGE, re.S)
+    shown, found = json.loads(block), k3_json(name, *args, "--json", code=code)
+    if name == "info":   # its packages and variables are this machine's
+        found["packages"] = {"numpy": found["packages"]["numpy"]}
+        found["variables"], found["driver"]["gpus"] = {}, []
+    if name == "check":
+        found["facts"]["bytes_per_rank"] = {"1": found["facts"]["bytes_per_rank"]["1"]}
+    assert keys(shown) == keys(found)
+
+
+def test_every_flag_is_on_the_page():
+    flags = PAGE[PAGE.index("## Flags"):PAGE.index("## JSON")]
+    for name, option in OPTIONS:
+        for spelling in [*option.opts, *option.secondary_opts, *option.aliases]:
+            if not option.hidden or spelling == option.opts[0]:
+                assert f"`{spelling}`" in flags, (name, spelling)
+    known = {spelling for _, o in OPTIONS for spelling in [*o.opts, *o.secondary_opts, *o.aliases]} | {"--help", "-h", "--version", "-sys"}
+    shown = {s for row in flags.splitlines() if row.startswith("| `") for cell in row.split("|")[1:3] for s in re.findall(r"`(-[\w-]+)`", cell)}
+    assert shown <= known
+
+
+def test_every_exit_code_is_on_the_page():
+    codes = {cls.code for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.K3Error)}
+    table = PAGE[PAGE.index("## Exit codes"):]
+    assert codes | {0, 8, 143, 141} == {int(n) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for n in cell.split(",")}

@@ -49,7 +49,7 @@ ROUTER = key(1, "block_sparse_moe.gate.weight")
 NORM = key(2, "input_layernorm.weight")
 # name -> (what is done to shard 2 or to the folder, file that the finding names, what it says)
 DAMAGE = {
-    "missing shard": (lambda p: (p / shard(2)).unlink(), shard(2), "no such file"),
+    "missing shard": (lambda p: (p / shard(2)).unlink(), shard(2), "no such file: 1 of 5 shards missing"),
     "two missing shards": (lambda p: [(p / shard(n)).unlink() for n in (1, 2)], "", f"no {shard(1)}, {shard(2)}: 2 of 5 shards missing"),
     "truncated": (lambda p: os.truncate(p / shard(2), (p / shard(2)).stat().st_size - 1000), shard(2), "truncated by 1,000 bytes"),
     "truncated header": (lambda p: os.truncate(p / shard(2), 100), shard(2), "truncated by at least"),

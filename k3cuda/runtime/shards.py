@@ -120,12 +120,14 @@ def _read_map(shards: Shards, weight_map: dict) -> None:
 
 def _scan(shards: Shards, names: list[str]) -> None:
     missing = [name for name in names if not os.path.lexists(shards.folder / name) and not partial_download(shards.folder / name)]
-    if shards.index is None or len(missing) == 1:
+    if shards.index is None:
         missing = []  # the reader's own words do
     elif missing:
-        shards.add(shards.folder, f"no {', '.join(map(shown, missing[:5]))}: {len(missing)} of {len(names)} shards missing"
-                   + hub_leftovers(shards.folder),
-                   f"all shards of {shards.index.name}", "download them, or correct the path")
+        file, found = shards.folder, f"no {', '.join(map(shown, missing[:5]))}"
+        if len(missing) == 1:
+            file, found = shards.folder / missing[0], "no such file"
+        found += f": {len(missing)} of {len(names)} shards missing{hub_leftovers(shards.folder)}"
+        shards.add(file, found, f"all shards of {shards.index.name}", "download them, or correct the path")
     shards.unreadable.update(missing)
     for name in names:
         if name not in shards.unreadable:

@@ -1,0 +1,34 @@
+// Numbers that the blocks of a cluster tell one another: written into a neighbour's shared memory and counted there by its own
+// barrier, so a reader waits for the bytes themselves, one hop, not for a barrier of the whole cluster.
+#pragma once
+#include "prims.cuh"
+
+struct __align__(16) f32x4 { float x, y, z, w; };
+struct __align__(8) f32x2 { float x, y; };
+
+// What a kernel of this step wrote is never loaded through the read-only path; plain loads say so.
+K3_DEVICE f32x4 load4(const float* p) { return *(const f32x4*)p; }
+K3_DEVICE void store4(float* p, const f32x4& v) { *(f32x4*)p = v; }
+K3_DEVICE float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }  // expf runs to infinity below -88: the right 0
+
+#ifdef K3_HOST_SHIM
+inline void send(float* local, u32, float v, u64*) { *local = v; }
+inline void inbox_wait(u64*, u32) { __syncthreads(); }
+inline void inbox_expect(u64*, u32) {}
+#else
+// Stores v where `local` lies in block `rank`, and counts its 4 bytes on that block's `inbox`.
+K3_DEVICE void send(float* local, u32 rank, float v, u64* inbox) {
+  u32 there, bar;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(local)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bar) : "r"(shared_address(inbox)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(there), "r"(__float_as_uint(v)), "r"(bar) : "memory");
+}
+// As barrier_wait, but what other blocks of the cluster sent is visible afterwards.
+K3_DEVICE void inbox_wait(u64* inbox, u32 parity) {
+  asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
+               ::"r"(shared_address(inbox)), "r"(parity) : "memory");
+}
+// One thread, once a phase. Bytes may land before it: the phase ends only after both.
+K3_DEVICE void inbox_expect(u64* inbox, u32 bytes) { barrier_expect(inbox, bytes); }
+#endif

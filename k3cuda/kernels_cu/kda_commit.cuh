@@ -1,0 +1,89 @@
+// The commit of KDA: for every layer at once, replays the accepted rows of each sequence from their records, in the arithmetic of
+// the forward (KdaState), and moves the conv window on. A sequence with no accepted row moves no byte.
+#pragma once
+#include "kda_core.cuh"
+
+// Arrays of all layers, this rank's heads; `record_rows` is the rows a layer of the records has room for.
+struct KdaCommit {
+  const int* row_slot;                          // [rows]
+  const u8* row_accepted;                       // [rows]
+  int rows, heads, slots, record_rows;
+  const bf16* qkv;                              // [layers][record_rows][3][heads dim]
+  const float *k, *v, *decay;                   // [layers][record_rows][heads dim]
+  const float* beta;                            // [layers][record_rows][heads]
+  float* state;                                 // [layers][slots][heads][key][value]
+  bf16* conv_state;                             // [layers][slots][3][history][heads dim]
+};
+
+template <class S>
+struct KdaCommitSmem {
+  float k[S::kBatch][S::kDim], fade[S::kBatch][S::kDim], v[S::kBatch][S::kSlice], beta[S::kBatch];
+};
+
+// Slice `part` of one head and layer for the sequence that begins at row `first`. Each block touches its own columns of the state
+// and its own channels of the window, nothing else.
+template <class S>
+K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int layer, int head, int part, int first, int slot) {
+  const int tid = threadIdx.x, channels = a.heads * S::kDim;
+  const size_t row0 = size_t(layer) * a.record_rows;
+  float* state_at = a.state + ((size_t(layer) * a.slots + slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice;
+  KdaState<S> state;
+  int accepted = 0, last[S::kHistory];          // rows of the newest accepted inputs, newest last
+  for (int r = first;; r += S::kBatch) {
+    int n = kda_batch_rows<S>(a.row_slot, a.rows, r, slot);
+    u32 take = __ballot_sync(kFullWarp, lane_id() < n && a.row_accepted[lane_id() < n ? r + lane_id() : first] != 0);
+    if (take && !accepted) state.load(state_at);
+    __syncthreads();                            // the batch before is used up
+    for (int i = warp_id(); i < n; i += S::kWarps) {
+      if (!(take >> i & 1)) continue;
+      size_t at = (row0 + r + i) * channels + head * S::kDim;
+      f32x4 f = load4(a.decay + at + 4 * lane_id());
+      store4(m.fade[i] + 4 * lane_id(), f32x4{expf(f.x), expf(f.y), expf(f.z), expf(f.w)});
+      store4(m.k[i] + 4 * lane_id(), load4(a.k + at + 4 * lane_id()));
+      for (int c = lane_id(); c < S::kSlice; c += kWarpSize) m.v[i][c] = a.v[at + part * S::kSlice + c];
+      if (lane_id() == 0) m.beta[i] = a.beta[(row0 + r + i) * a.heads + head];
+    }
+    __syncthreads();
+    for (int i = 0; i < n; ++i) {
+      if (!(take >> i & 1)) continue;
+      state.advance(m.k[i], m.fade[i], m.v[i], m.beta[i]);
+      K3_UNROLL
+      for (int j = 0; j + 1 < S::kHistory; ++j) last[j] = last[j + 1];
+      last[S::kHistory - 1] = r + i;
+      ++accepted;
+    }
+    if (n < S::kBatch) break;
+  }
+  if (!accepted) return;
+  state.store(state_at);
+  for (int i = tid; i < 3 * S::kSlice; i += S::kThreads) {
+    int which = i / S::kSlice, c = head * S::kDim + part * S::kSlice + i % S::kSlice;
+    bf16* window = a.conv_state + ((size_t(layer) * a.slots + slot) * 3 + which) * S::kHistory * channels + c;
+    bf16 moved[S::kHistory];
+    K3_UNROLL
+    for (int j = 0; j < S::kHistory; ++j) {
+      if (accepted + j < S::kHistory) moved[j] = window[(accepted + j) * channels];
+      else moved[j] = a.qkv[((row0 + last[j]) * 3 + which) * channels + c];
+    }
+    K3_UNROLL
+    for (int j = 0; j < S::kHistory; ++j) window[j * channels] = moved[j];
+  }
+}
+
+// Sequences `lane`, lane + lanes, ... of the step, counted by their first row.
+template <class S>
+K3_DEVICE void kda_commit(const KdaCommit& a, KdaCommitSmem<S>& m, int layer, int head, int part, int lane, int lanes) {
+  int sequence = 0;
+  for (int base = 0; base < a.rows; base += kWarpSize) {
+    int r = base + lane_id();
+    int slot = r < a.rows ? a.row_slot[r] : -1;
+    u32 starts = __ballot_sync(kFullWarp, slot >= 0 && (r == 0 || a.row_slot[r - 1] != slot));
+    while (starts) {
+      int bit = 0;
+      while (!(starts >> bit & 1)) ++bit;
+      starts &= starts - 1;
+      if (sequence++ % lanes == lane)
+        kda_commit_sequence<S>(a, m, layer, head, part, base + bit, __shfl_sync(kFullWarp, slot, bit));
+    }
+  }
+}

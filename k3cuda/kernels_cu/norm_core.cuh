@@ -1,0 +1,229 @@
+// One row of hidden state between two halves of a layer: the sum of ranks' parts joins the prefix sum, AttnRes mixes it with the
+// closed blocks, RMSNorm makes the next input. A row is spread over the blocks of a cluster, each with whole chunks of the tree.
+//
+// Closed blocks don't change until the next snapshot, so their scores, their softmax-weighted sum c and its squares are made before
+// `ready`, under the kernel before. What waits for the parts is p and four sums: p p, p score, p c, c c. With s the score of p and
+// Z the closed blocks' weights, x = (c + e^s p) / (Z + e^s), and x x follows from the same four: one exchange in the cluster.
+// Its error is that of x x times (|alpha c|^2 + |beta p|^2) / |x|^2, far inside BF16 unless c and p cancel to 1 part in 1,000.
+//
+// Sums over a row: kLeaves contiguous chunks; in a chunk 32 lanes take elements l, l + 32, ... in rising order by fmaf from zero, then
+// lanes and chunks meet as neighbours. Sums over ranks: neighbours first.
+#pragma once
+#include "exchange.cuh"
+
+// kN: row length. kLeaves: weights.tree_leaves(kN). kParts: ranks. kBlocks: closed blocks at most, 0 where there is no mixture.
+// kCluster: blocks a row.
+template <int kN_, int kLeaves_, int kParts_, int kBlocks_, int kCluster_, int kThreads_>
+struct NormShape {
+  static constexpr int kN = kN_, kLeaves = kLeaves_, kParts = kParts_, kBlocks = kBlocks_, kCluster = kCluster_, kThreads = kThreads_;
+  static constexpr int kWarps = kThreads / kWarpSize;
+  static constexpr int kLeaf = kN / kLeaves, kOwnLeaves = kLeaves / kCluster, kOwn = kLeaf * kOwnLeaves;
+  static constexpr int kPer = (kOwn + kThreads - 1) / kThreads;
+  static constexpr int kSums = kBlocks ? 4 : 1;
+  static constexpr int kRows = kBlocks > 2 ? kBlocks : 2;  // vectors that lie in shared memory at once
+  static_assert(kN % kLeaves == 0 && kLeaves % kCluster == 0 && kLeaves <= 16 && kCluster <= kWarpSize, "blocks take whole chunks");
+  static_assert(kBlocks <= 8, "a warp combines two sums of every block");
+};
+
+template <class S>
+struct NormSmem {
+  float source[S::kRows][S::kOwn], score[S::kBlocks ? S::kOwn : 1];
+  float closed[S::kLeaves][2][8];               // per chunk: squares and scores of the closed blocks
+  float sums[S::kLeaves][4];                    // per chunk: p p, p score, p c, c c
+  u64 inbox[2];
+};
+
+struct NormRow {
+  const int* row_slot;                          // [rows], -1 pads; null: every row is live
+  const int* row_map;                           // row of the inputs that output row i takes, -1 for none; null: i itself
+  int rows;                                     // rows of a part and of a block: their stride
+  const float* parts;                           // [ranks][rows][n]; null: nothing joins
+  const float* hidden;                          // [rows][n]; null: the sum of parts is all
+  float* hidden_out;                            // [rows][n], may be `hidden`; null: not kept
+  float* snapshot;                              // [rows][n]: the closed block this row's sum becomes, hidden_out then 0; null: none
+  const float* blocks;                          // [num_blocks][rows][n], in order of creation
+  int num_blocks;
+  const float* score;                           // [n], norm times projection
+  const bf16* weight;                           // [n]
+  bf16* out;                                    // [rows][n]
+  float eps;
+};
+
+// sum_e a[e] b[e] over one chunk; a warp.
+template <class S>
+K3_DEVICE float leaf_dot(const float* a, const float* b) {
+  float sum = 0;
+  K3_UNROLL
+  for (int i = 0; i < (S::kLeaf + kWarpSize - 1) / kWarpSize; ++i) {
+    int e = i * kWarpSize + lane_id();
+    if (e < S::kLeaf) sum = fmaf(a[e], b[e], sum);
+  }
+  return warp_sum(sum);
+}
+
+// To every block of the cluster; lanes are blocks.
+template <class S>
+K3_DEVICE void tell(float* local, float v, u64* inbox) {
+  if constexpr (S::kCluster == 1) {
+    if (lane_id() == 0) *local = v;
+  } else {
+    if (lane_id() < S::kCluster) send(local, lane_id(), v, inbox);
+  }
+}
+
+template <class S>
+K3_DEVICE void hear(u64* inbox, u32 bytes) {
+  if constexpr (S::kCluster == 1) {
+    __syncthreads();
+  } else {
+    if (threadIdx.x == 0) inbox_expect(inbox, bytes);
+    inbox_wait(inbox, 0);
+  }
+}
+
+// Scores, weights and weighted sum of the closed blocks. c: this thread's elements of sum_j e^(s_j - top) v_j.
+template <class S>
+K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int row, int own, float (&c)[S::kPer], float& top, float& total) {
+  const int tid = threadIdx.x;
+  float v[S::kBlocks][S::kPer];
+  K3_UNROLL
+  for (int j = 0; j < S::kBlocks; ++j)
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i) {
+      int e = tid + i * S::kThreads;
+      v[j][i] = j < a.num_blocks && e < S::kOwn ? a.blocks[(size_t(j) * a.rows + row) * S::kN + own + e] : 0;
+    }
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int e = tid + i * S::kThreads;
+    if (e >= S::kOwn) continue;
+    m.score[e] = a.score[own + e];
+    K3_UNROLL
+    for (int j = 0; j < S::kBlocks; ++j) m.source[j][e] = v[j][i];
+  }
+  __syncthreads();
+  const int first_leaf = own / S::kLeaf;
+  for (int job = warp_id(); job < 2 * a.num_blocks * S::kOwnLeaves; job += S::kWarps) {
+    int leaf = job % S::kOwnLeaves, which = job / S::kOwnLeaves % 2, j = job / S::kOwnLeaves / 2;
+    const float* x = m.source[j] + leaf * S::kLeaf;
+    float sum = leaf_dot<S>(x, which ? m.score + leaf * S::kLeaf : x);
+    tell<S>(&m.closed[first_leaf + leaf][which][j], sum, m.inbox);
+  }
+  hear<S>(m.inbox, 2 * a.num_blocks * S::kLeaves * sizeof(float));
+  // Lane 8 w + j has sum w (0 squares, 1 scores) of block j; lanes from 16 repeat them.
+  int j = lane_id() % 8, w = lane_id() / 8 % 2;
+  float sum = j < a.num_blocks ? tree_sum<S::kLeaves>(&m.closed[0][w][j], 16) : 0;
+  float squares = __shfl_sync(kFullWarp, sum, j), score = __shfl_sync(kFullWarp, sum, 8 + j);
+  score *= 1.0f / sqrtf(squares / float(S::kN) + a.eps);
+  K3_UNROLL
+  for (int k = 0; k < S::kBlocks; ++k) {
+    float s = __shfl_sync(kFullWarp, score, k);
+    if (k < a.num_blocks) top = k ? fmaxf(top, s) : s;
+  }
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) c[i] = 0;
+  total = 0;
+  K3_UNROLL
+  for (int k = 0; k < S::kBlocks; ++k) {
+    float e = __shfl_sync(kFullWarp, expf(score - top), k);
+    if (k >= a.num_blocks) continue;
+    total += e;
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i) c[i] = fmaf(e, v[k][i], c[i]);
+  }
+}
+
+// Block `rank` of the cluster for output row `index`. `ready` is called once by every block, when all that does not depend on this
+// step's last kernels is done: it may wait for the parts and for hidden. Closed blocks are read before it.
+template <class S, class Ready>
+K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, Ready ready) {
+  const int tid = threadIdx.x, own = rank * S::kOwn;
+  const int row = a.row_map ? a.row_map[index] : index;
+  if (row < 0 || (a.row_slot && a.row_slot[row] < 0)) {
+    ready();
+    return;
+  }
+  if constexpr (S::kCluster > 1) {
+    if (tid == 0) {
+      barrier_init(m.inbox, 1);
+      barrier_init(m.inbox + 1, 1);
+      barrier_fence_init();
+    }
+    __syncthreads();
+    cluster_arrive();
+  }
+  float c[S::kPer], weight[S::kPer], top = 0, total = 0;
+  const bool mix = S::kBlocks > 0 && a.num_blocks > 0;
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int e = tid + i * S::kThreads;
+    c[i] = 0;
+    weight[i] = e < S::kOwn ? bf16_to_float(a.weight[own + e]) : 0;
+  }
+  if constexpr (S::kCluster > 1) cluster_wait();  // every block's inbox stands
+  if constexpr (S::kBlocks > 0)
+    if (mix) mix_closed<S>(a, m, row, own, c, top, total);
+  ready();
+
+  float p[S::kPer];
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int e = tid + i * S::kThreads;
+    p[i] = 0;
+    if (e >= S::kOwn) continue;
+    size_t at = size_t(row) * S::kN + own + e;
+    float before = a.hidden ? a.hidden[at] : 0;
+    if (a.parts) {
+      float part[S::kParts];
+      K3_UNROLL
+      for (int k = 0; k < S::kParts; ++k) part[k] = a.parts[size_t(k) * a.rows * S::kN + at];
+      p[i] = tree_sum<S::kParts>(part, 1);
+      if (a.hidden) p[i] += before;
+    } else {
+      p[i] = before;
+    }
+  }
+  // Nobody reads the closed blocks in shared memory any more: their sums came from every warp.
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int e = tid + i * S::kThreads;
+    if (e >= S::kOwn) continue;
+    m.source[0][e] = p[i];
+    if (mix) m.source[1][e] = c[i];
+    size_t at = size_t(row) * S::kN + own + e;
+    if (a.snapshot) a.snapshot[at] = p[i];
+    if (a.hidden_out) a.hidden_out[at] = a.snapshot ? 0 : p[i];
+  }
+  __syncthreads();
+  const int first_leaf = own / S::kLeaf, sums = mix ? 4 : 1;
+  for (int job = warp_id(); job < sums * S::kOwnLeaves; job += S::kWarps) {
+    int leaf = job % S::kOwnLeaves, which = job / S::kOwnLeaves, at = leaf * S::kLeaf;
+    const float *x = m.source[0] + at, *closed = m.source[1] + at;
+    float sum = leaf_dot<S>(which == 3 ? closed : x, which == 0 ? x : which == 1 ? m.score + at : closed);
+    tell<S>(&m.sums[first_leaf + leaf][which], sum, m.inbox + 1);
+  }
+  hear<S>(m.inbox + 1, sums * S::kLeaves * sizeof(float));
+  // Lane 4 q + w adds chunks 2 q and 2 q + 1 of sum w; the lanes of one w then meet as neighbours.
+  int q = lane_id() / 4, w = lane_id() % 4;
+  float sum = 2 * q < S::kLeaves && w < sums ? m.sums[2 * q][w] : 0;
+  if (2 * q + 1 < S::kLeaves && w < sums) sum += m.sums[2 * q + 1][w];
+  K3_UNROLL
+  for (int d = 4; d < kWarpSize; d *= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
+  float pp = __shfl_sync(kFullWarp, sum, 0), alpha = 0, beta = 1, xx = pp;
+  if (mix) {
+    float ps = __shfl_sync(kFullWarp, sum, 1), pc = __shfl_sync(kFullWarp, sum, 2), cc = __shfl_sync(kFullWarp, sum, 3);
+    float s = ps * (1.0f / sqrtf(pp / float(S::kN) + a.eps)), high = fmaxf(top, s);
+    float ec = expf(top - high), ep = expf(s - high), scale = 1.0f / fmaf(ec, total, ep);
+    alpha = ec * scale;
+    beta = ep * scale;
+    xx = fmaxf(fmaf(alpha * alpha, cc, fmaf(2 * alpha * beta, pc, beta * beta * pp)), 0.0f);
+  }
+  float inv = 1.0f / sqrtf(xx / float(S::kN) + a.eps);
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int e = tid + i * S::kThreads;
+    if (e >= S::kOwn) continue;
+    float x = mix ? fmaf(alpha, c[i], beta * p[i]) : p[i];
+    a.out[size_t(index) * S::kN + own + e] = float_to_bf16(x * inv * weight[i]);
+  }
+}

@@ -1,0 +1,212 @@
+// The router's choice for a few rows, and the list of chosen experts that weight-major kernels walk. Both are the work of one block,
+// small enough that every block of an expert kernel can repeat them instead of waiting for another launch.
+//
+// Order of experts: falling sigmoid(logit) + bias, lower id first on equal scores, NaN last. A score becomes an unsigned key of the
+// same order; key and id together are one number, larger is better, and no two are equal.
+#pragma once
+#include "exchange.cuh"
+
+#ifdef K3_HOST_SHIM
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __clz(u32 v) { return __builtin_clz(v); }
+inline void atomicOr(u32* p, u32 v) { __atomic_fetch_or(p, v, __ATOMIC_ACQ_REL); }
+#endif
+
+K3_DEVICE u32 rising_key(float v) {
+  u32 u = __float_as_uint(v + 0.0f);            // -0 equals 0
+  return v != v ? 0 : u >> 31 ? ~u : u | 0x80000000u;
+}
+K3_DEVICE u64 candidate(u32 key, int id) { return u64(key) << 32 | (0xffffffffu - u32(id)); }
+K3_DEVICE int candidate_id(u64 c) { return int(0xffffffffu - u32(c)); }
+
+// kRows: rows of one call at most, each by one warp.
+template <int kExperts_, int kTopK_, int kRows_, int kThreads_>
+struct RouteShape {
+  static constexpr int kExperts = kExperts_, kTopK = kTopK_, kRows = kRows_, kThreads = kThreads_;
+  static constexpr int kWarps = kThreads / kWarpSize;
+  static constexpr int kActive = kRows < kWarps ? kRows : kWarps;          // warps that choose
+  static constexpr int kPer = (kExperts + kWarpSize - 1) / kWarpSize;
+  static constexpr int kList = 2 * kWarpSize;
+  static_assert(kTopK <= kWarpSize && kTopK <= kExperts, "a choice is a lane");
+};
+
+template <class S>
+struct RouteSmem {
+  u64 list[S::kActive][S::kList];
+  u32 keys[S::kRows][S::kExperts];
+  int chosen[S::kActive][kWarpSize];
+};
+
+// The kTopK best of one row's keys to chosen[0..kTopK), best first; a warp.
+// The kTopK-th best of the 32 lanes' best is no better than the kTopK-th best of all, so what is worse than it is out: about 22 of 896
+// stay, and are ranked by counting who is better. More than the list holds (an ordered input can do it): one after the other.
+template <class S>
+K3_DEVICE void choose(const u32* keys, u64* list, int* chosen) {
+  const int lane = lane_id();
+  u32 key[S::kPer];
+  u64 best = 0;                                 // less than any expert's
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int id = i * kWarpSize + lane;
+    key[i] = id < S::kExperts ? keys[id] : 0;
+    u64 c = id < S::kExperts ? candidate(key[i], id) : 0;
+    best = c > best ? c : best;
+  }
+  list[lane] = best;
+  __syncwarp();
+  int better = 0;
+#pragma unroll 8
+  for (int i = 0; i < kWarpSize; ++i) better += list[i] > best;
+  u32 last = __ballot_sync(kFullWarp, better == S::kTopK - 1);
+  u64 least = last ? __shfl_sync(kFullWarp, best, 31 - __clz(last)) : 0;   // fewer lanes than choices: everything may come
+  __syncwarp();
+  int count = 0;
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int id = i * kWarpSize + lane;
+    u64 c = id < S::kExperts ? candidate(key[i], id) : 0;
+    u32 in = __ballot_sync(kFullWarp, c != 0 && c >= least);
+    int at = count + __popc(in & ((1u << lane) - 1));
+    if ((in >> lane & 1) && at < S::kList) list[at] = c;
+    count += __popc(in);
+  }
+  __syncwarp();
+  if (count <= S::kList) {
+    for (int i = lane; i < count; i += kWarpSize) {
+      int rank = 0;
+      for (int j = 0; j < count; ++j) rank += list[j] > list[i];
+      if (rank < S::kTopK) chosen[rank] = candidate_id(list[i]);
+    }
+  } else {
+    u64 below = ~u64(0);
+    for (int place = 0; place < S::kTopK; ++place) {
+      u64 top = 0;
+      K3_UNROLL
+      for (int i = 0; i < S::kPer; ++i) {
+        int id = i * kWarpSize + lane;
+        u64 c = id < S::kExperts ? candidate(key[i], id) : 0;
+        if (c < below && c > top) top = c;
+      }
+      K3_UNROLL
+      for (int d = 1; d < kWarpSize; d *= 2) {
+        u64 other = __shfl_xor_sync(kFullWarp, top, d);
+        top = other > top ? other : top;
+      }
+      if (lane == 0) chosen[place] = candidate_id(top);
+      below = top;
+    }
+  }
+  __syncwarp();
+}
+
+// Rows first .. first + rows of logits to ids and weights, [row][kTopK], best first; weights are unbiased scores that sum to `scale`.
+// ids and weights may lie in shared memory. Rows whose slot is -1 are left alone. The whole block; it is in step afterwards.
+template <class S>
+K3_DEVICE void route_rows(const float* logits, const float* bias, const int* row_slot, int first, int rows, float scale, int* ids,
+                          float* weights, RouteSmem<S>& m) {
+  for (int i = threadIdx.x; i < rows * S::kExperts; i += S::kThreads) {
+    int r = i / S::kExperts, e = i % S::kExperts;
+    if (row_slot[first + r] < 0) continue;
+    m.keys[r][e] = rising_key(sigmoid(logits[size_t(first + r) * S::kExperts + e]) + bias[e]);
+  }
+  __syncthreads();
+  for (int r = warp_id(); r < rows; r += S::kWarps) {
+    if (row_slot[first + r] < 0) continue;
+    int w = r % S::kWarps, lane = lane_id();
+    choose<S>(m.keys[r], m.list[w], m.chosen[w]);
+    int id = lane < S::kTopK ? m.chosen[w][lane] : 0;
+    float score = lane < S::kTopK ? sigmoid(logits[size_t(first + r) * S::kExperts + id]) : 0;
+    float sum = warp_sum(score);
+    if (lane < S::kTopK) {
+      ids[(first + r) * S::kTopK + lane] = id;
+      weights[(first + r) * S::kTopK + lane] = score / (sum + 1e-20f) * scale;
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+}
+
+// ---- which experts a step needs, and for whom ----
+
+// kRows: rows of a step at most. kGroup: items of one entry at most.
+template <int kExperts_, int kTopK_, int kRows_, int kThreads_, int kGroup_ = 8>
+struct ListShape {
+  static constexpr int kExperts = kExperts_, kTopK = kTopK_, kRows = kRows_, kThreads = kThreads_, kGroup = kGroup_;
+  static constexpr int kWarps = kThreads / kWarpSize;
+  static constexpr int kWords = (kRows + 31) / 32;
+  static constexpr int kPer = (kExperts + kThreads - 1) / kThreads;        // neighbouring experts of a thread
+  static_assert(kRows * kTopK < 65536 && kExperts < 65536, "counts share a word");
+};
+
+template <class S>
+struct ListSmem {
+  u32 rows[S::kExperts][S::kWords];             // bit r: row r chose the expert
+  u16 start[S::kExperts];
+  u32 warp_total[S::kWarps];
+};
+
+// Where the list goes, in shared or global memory. An item is row * kTopK + place: where its id, weight and activations are. Items stand
+// by rising expert, then row. entry = expert | first item << 16, experts rising; an expert with more than kGroup items has several,
+// side by side; one more entry after the last holds the number of items << 16.
+struct ListOut {
+  int *entries, *items;                         // how many
+  u32* entry;                                   // [kRows kTopK + 1]
+  u16* item;                                    // [kRows kTopK]
+};
+
+// The whole block; it is in step afterwards. Bits are set in any order but mean the same, so nothing here depends on timing.
+template <class S>
+K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const ListOut& out, ListSmem<S>& m) {
+  const int tid = threadIdx.x;
+  for (int i = tid; i < S::kExperts * S::kWords; i += S::kThreads) (&m.rows[0][0])[i] = 0;
+  __syncthreads();
+  for (int i = tid; i < rows * S::kTopK; i += S::kThreads) {
+    int r = i / S::kTopK;
+    if (row_slot[r] >= 0) atomicOr(&m.rows[ids[i]][r / 32], 1u << r % 32);
+  }
+  __syncthreads();
+  // Running totals over the experts: items in the low half, entries in the high half.
+  u32 own[S::kPer], mine = 0;
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int e = tid * S::kPer + i, n = 0;
+    if (e < S::kExperts)
+      for (int w = 0; w < S::kWords; ++w) n += __popc(m.rows[e][w]);
+    own[i] = u32(n) | u32((n + S::kGroup - 1) / S::kGroup) << 16;
+    mine += own[i];
+  }
+  u32 upto = mine;
+  K3_UNROLL
+  for (int d = 1; d < kWarpSize; d *= 2) {
+    u32 other = __shfl_up_sync(kFullWarp, upto, d);
+    if (lane_id() >= d) upto += other;
+  }
+  if (lane_id() == kWarpSize - 1) m.warp_total[warp_id()] = upto;
+  __syncthreads();
+  u32 at = upto - mine, all = 0;
+  for (int w = 0; w < S::kWarps; ++w) {
+    if (w < warp_id()) at += m.warp_total[w];
+    all += m.warp_total[w];
+  }
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int e = tid * S::kPer + i;
+    for (int g = 0; g < int(own[i] >> 16); ++g) out.entry[(at >> 16) + g] = u32(e) | ((at & 0xffff) + g * S::kGroup) << 16;
+    if (own[i]) m.start[e] = u16(at);
+    at += own[i];
+  }
+  if (tid == 0) {
+    *out.entries = all >> 16;
+    *out.items = all & 0xffff;
+    out.entry[all >> 16] = all << 16;
+  }
+  __syncthreads();
+  for (int i = tid; i < rows * S::kTopK; i += S::kThreads) {
+    int r = i / S::kTopK;
+    if (row_slot[r] < 0) continue;
+    int e = ids[i], before = __popc(m.rows[e][r / 32] & ((1u << r % 32) - 1));
+    for (int w = 0; w < r / 32; ++w) before += __popc(m.rows[e][w]);
+    out.item[m.start[e] + before] = u16(i);
+  }
+  __syncthreads();
+}

@@ -1,0 +1,173 @@
+"""Times the KDA, norm and route cores on this machine's GPU at the sizes of a TP16 rank.
+
+    python scripts/bench_cores.py [kda|commit|norm|route ...]
+
+A line is the time a launch takes in a graph of launches that depend on one another, with and without overlap (PDL), and the bytes it
+must move over the first of them. States and weights rotate over more memory than the L2 cache holds; what an earlier kernel of the
+step has just written (parts, projections, logits) stays in the cache, as it would in a step.
+"""
+import ctypes
+import sys
+from pathlib import Path
+
+import cupy as cp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+import core_kernels as ck  # noqa: E402
+
+D, HEADS, LAYERS, HIDDEN, LATENT, PARTS = 128, 6, 69, 7168, 3584, 16
+C = HEADS * D
+RESIDENT = 96 << 20   # bytes of states that launches rotate over: more than any L2 here
+MIXES = ((1, 2, 1), (2, 2, 1), (4, 2, 1), (4, 1, 1), (8, 1, 1), (2, 4, 1), (4, 4, 1), (8, 2, 1))
+COMMITS = ((1, 2), (2, 2), (4, 2))
+NORMS = ((HIDDEN, 16, PARTS, 8, 16, 448), (HIDDEN, 16, PARTS, 8, 8, 448), (HIDDEN, 16, PARTS, 8, 8, 896), (HIDDEN, 16, PARTS, 8, 16, 224),
+         (HIDDEN, 16, 1, 8, 16, 448), (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448))
+ROUTES = ((8, 384), (1, 256), (1, 512), (8, 512))
+LISTS = ((8, 384), (64, 384), (64, 1024), (256, 1024))
+READ = """extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* p, size_t n, unsigned* out) {
+  unsigned acc = 0;
+  size_t stride = size_t(gridDim.x) * blockDim.x, i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (; i + 7 * stride < n; i += 8 * stride) {
+    uint4 v[8];
+    K3_UNROLL
+    for (int k = 0; k < 8; ++k) v[k] = load_weights(p + i + k * stride);
+    K3_UNROLL
+    for (int k = 0; k < 8; ++k) acc ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+  }
+  if (acc == 0x12345) out[0] = acc;
+}
+"""
+
+
+def uniform(*shape, low=-1.0, high=1.0):
+    return (cp.random.random(shape, dtype=cp.float32) * (high - low) + low).astype(cp.float32)
+
+
+def bf16(*shape):
+    return (uniform(*shape).view(cp.uint32) >> 16).astype(cp.uint16)
+
+
+class Bench:
+    def __init__(self, kernels):
+        extra = ck.Kernel("read_all", READ, 512)
+        self.cores = ck.Cores([*kernels, extra])
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        big = uniform(1 << 29)
+        args = [big, ctypes.c_size_t(big.nbytes // 16), cp.zeros(1, cp.uint32)]
+        us = self.chain(extra, 264 * 4, [args] * 2, dependent=False)
+        self.ceiling = big.nbytes / us / 1e3
+        print(f"{self.cores.device.name}: read ceiling {self.ceiling:.0f} GB/s; empty chains cost what 'list' of 8 rows costs at least")
+
+    def chain(self, kernel, grid, calls, shared=0, dependent=True, repeats=7):
+        """Median microseconds a launch, in a graph of one launch for each list of arguments."""
+        cp.cuda.Device().synchronize()
+        launches = [self.cores.launcher(kernel, grid, a, shared=shared, stream=self.stream.ptr, dependent=dependent) for a in calls]
+        with self.stream:
+            self.stream.begin_capture()
+            for one in launches:
+                one.launch()
+            graph = self.stream.end_capture()
+            times = []
+            for _ in range(repeats + 2):
+                a, b = cp.cuda.Event(), cp.cuda.Event()
+                a.record(self.stream)
+                graph.launch(self.stream)
+                b.record(self.stream)
+                b.synchronize()
+                times.append(cp.cuda.get_elapsed_time(a, b) * 1e3 / len(calls))
+        return float(np.median(times[2:]))
+
+    def line(self, what, kernel, grid, calls, nbytes, shared=0):
+        over, alone = (self.chain(kernel, grid, calls, shared, dependent) for dependent in (True, False))
+        rate = nbytes / over / 1e3
+        print(f"{what:44} {over:8.2f} us {alone:8.2f} us alone {rate:7.0f} GB/s {100 * rate / self.ceiling:4.0f} %", flush=True)
+
+
+def slots_of(rows, sequences, first):
+    per = rows // sequences
+    return cp.asarray(np.repeat(np.arange(first, first + sequences), per).astype(np.int32))
+
+
+def bench_mix(b):
+    w = [dict(f_b=bf16(C, D), a_log=uniform(HEADS), dt_bias=uniform(C), q_conv=uniform(C, 4), k_conv=uniform(C, 4), v_conv=uniform(C, 4))
+         for _ in range(LAYERS)]
+    norm = uniform(D)
+    for rows, sequences in ((1, 1), (4, 1), (8, 1), (8, 8), (64, 64), (64, 8), (64, 1)):
+        one = HEADS * D * D * 4
+        slots = max(sequences, RESIDENT // one // sequences * sequences)
+        calls_n = min(LAYERS, max(slots // sequences, 8))
+        state, conv = uniform(slots, HEADS, D, D), bf16(slots, 3, 3, C)
+        k, v, decay, out = uniform(rows, C), uniform(rows, C), uniform(rows, C), bf16(rows, C)
+        common = dict(rows=rows, heads=HEADS, qkv=bf16(rows, 3, C), f_a=bf16(rows, D), beta=uniform(rows, HEADS, low=0), out_gate=uniform(rows, C),
+                      state=state, conv_state=conv, o_norm=norm, k=k, v=v, decay=decay, out=out, lower_bound=-5.0, l2_eps=1e-6, eps=1e-5)
+        calls = [[ck.fill(ck.KdaMix, row_slot=slots_of(rows, sequences, i * sequences % slots), **common, **w[i])] for i in range(calls_n)]
+        nbytes = sequences * (one + 9 * C * 2) + rows * C * (6 + 4 + 2 + 12) + C * (D * 2 + 52)
+        for s in MIXES:
+            b.line(f"kda_mix split {s[0]} cols {s[1]} min {s[2]}, {rows} rows of {sequences}", ck.kda_mix(*s), (HEADS * s[0], rows), calls, nbytes,
+                   ck.kda_mix_shared(s[0]))
+
+
+def bench_commit(b):
+    for rows, sequences in ((1, 1), (8, 1), (8, 8), (64, 64)):
+        slots = max(sequences, 4)
+        state, conv = uniform(LAYERS, slots, HEADS, D, D), bf16(LAYERS, slots, 3, 3, C)
+        rec = [uniform(LAYERS, rows, C, low=-0.1, high=0) for _ in range(3)]
+        common = dict(row_accepted=cp.ones(rows, cp.uint8), rows=rows, heads=HEADS, slots=slots, record_rows=rows, qkv=bf16(LAYERS, rows, 3, C),
+                      k=rec[0], v=rec[1], decay=rec[2], beta=uniform(LAYERS, rows, HEADS, low=0), state=state, conv_state=conv)
+        calls = [[ck.fill(ck.KdaCommit, row_slot=slots_of(rows, sequences, i * sequences % slots), **common)] for i in range(8)]
+        nbytes = LAYERS * (sequences * 2 * (HEADS * D * D * 4 + 9 * C * 2) + rows * C * 18)
+        for s in COMMITS:
+            for lanes in {1, min(8, sequences), sequences}:
+                b.line(f"kda_commit split {s[0]} lanes {lanes}, {rows} rows of {sequences}", ck.kda_commit(*s), (HEADS * s[0], lanes, LAYERS), calls,
+                       nbytes)
+
+
+def bench_norm(b):
+    for rows in (1, 8, 64):
+        slots = cp.arange(rows, dtype=cp.int32)
+        for s in NORMS:
+            n, _, parts, blocks, cluster, _ = s
+            sets = []
+            for _ in range(4):
+                keep = dict(row_slot=slots, row_map=None, rows=rows, parts=uniform(parts, rows, n), hidden=uniform(rows, n) if blocks else None,
+                            snapshot=None, blocks=uniform(blocks, rows, n) if blocks else None, num_blocks=blocks, score=uniform(n, high=0.01),
+                            weight=bf16(n), out=bf16(rows, n), eps=1e-5)
+                sets.append([ck.fill(ck.NormRow, **keep, hidden_out=keep["hidden"])])
+            nbytes = rows * n * (4 * (parts + blocks + (2 if blocks else 0)) + 2) + n * (2 + (4 if blocks else 0))
+            b.line(f"norm {n}, {parts} parts, {blocks} blocks, {cluster} x {s[5]}, {rows} rows", ck.norm_row(*s), rows * cluster, sets * 16, nbytes,
+                   ck.norm_shared(*s))
+
+
+def bench_route(b):
+    for rows in (1, 8, 64, 256):
+        slots, weights = cp.zeros(rows, cp.int32), uniform(rows, 16)
+        ids = cp.asarray(np.stack([np.random.default_rng(r).permutation(896)[:16] for r in range(rows)]).astype(np.int32))
+        logits, bias = uniform(rows, 896, low=-4, high=4), uniform(896, high=0.1)
+        for r, threads in ROUTES:
+            args = [logits, bias, slots, ctypes.c_int(rows), ctypes.c_float(1), ids, weights]
+            b.line(f"route {r} rows a block, {threads} threads, {rows} rows", ck.route(896, 16, r, threads), -(-rows // r), [args] * 64,
+                   rows * 896 * 4)
+        out = [cp.zeros(n, cp.int32) for n in (1, 1, 4097, 4096)]
+        for most, threads in LISTS:
+            if rows <= most:
+                args = [ids, slots, ctypes.c_int(rows), *out]
+                b.line(f"list of {most}, {threads} threads, {rows} rows", ck.list_experts(896, 16, most, threads), 1, [args] * 64, rows * 128)
+
+
+PARTS_OF_BENCH = {"kda": ([ck.kda_mix(*s) for s in MIXES], bench_mix), "commit": ([ck.kda_commit(*s) for s in COMMITS], bench_commit),
+                  "norm": ([ck.norm_row(*s) for s in NORMS], bench_norm),
+                  "route": ([ck.route(896, 16, *s) for s in ROUTES] + [ck.list_experts(896, 16, *s) for s in LISTS], bench_route)}
+
+
+def main(names):
+    names = names or list(PARTS_OF_BENCH)
+    b = Bench([k for n in names for k in PARTS_OF_BENCH[n][0]])
+    for n in names:
+        PARTS_OF_BENCH[n][1](b)
+    used = {k: v for k, v in b.cores.compiled.resources().items()}
+    print("registers:", ", ".join(f"{k} {v.registers}" for k, v in used.items()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,149 @@
+"""Kernels around the mixing, norm and route cores, for their tests and for scripts/bench_cores.py."""
+import ctypes
+from dataclasses import dataclass
+
+import cupy as cp
+import ml_dtypes
+import numpy as np
+
+from k3cuda.runtime import cuda_driver, cuda_jit
+
+BF16 = ml_dtypes.bfloat16
+POISON = {np.dtype(np.float32): np.float32(np.nan), np.dtype(BF16): BF16(np.nan), np.dtype(np.int32): np.int32(-7)}
+READY = "[] { grid_wait(); grid_launch_next(); }"
+
+
+def struct(name, **fields):
+    """A ctypes structure laid out as C++ lays out the same fields; "p" a pointer, "i" an int, "f" a float."""
+    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
+    return type(name, (ctypes.Structure,), {"_fields_": [(f, kinds[k]) for f, k in fields.items()]})
+
+
+KdaMix = struct("KdaMix", row_slot="p", rows="i", heads="i", qkv="p", f_a="p", beta="p", out_gate="p", state="p", conv_state="p", f_b="p",
+                a_log="p", dt_bias="p", q_conv="p", k_conv="p", v_conv="p", o_norm="p", k="p", v="p", decay="p", out="p",
+                lower_bound="f", l2_eps="f", eps="f")
+KdaCommit = struct("KdaCommit", row_slot="p", row_accepted="p", rows="i", heads="i", slots="i", record_rows="i", qkv="p", k="p", v="p",
+                   decay="p", beta="p", state="p", conv_state="p")
+NormRow = struct("NormRow", row_slot="p", row_map="p", rows="i", parts="p", hidden="p", hidden_out="p", snapshot="p", blocks="p",
+                 num_blocks="i", score="p", weight="p", out="p", eps="f")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instantiation. `source` defines extern "C" `name`; `threads` and `cluster` are its launch shape."""
+
+    name: str
+    source: str
+    threads: int
+    cluster: int = 1
+
+
+def _kernel(name, shape, body, threads, cluster=1, args="", min_blocks=1):
+    return Kernel(name, f'using {name}_S = {shape};\nextern "C" __global__ void __launch_bounds__({threads}, {min_blocks}) {name}({args}) {{\n'
+                        f'  using S = {name}_S;\n  {body}\n}}\n', threads, cluster)
+
+
+def kda_mix(split, cols, min_blocks=1):
+    name = f"kda_mix_{split}_{cols}_{min_blocks}"
+    body = (f"K3_DYN_SMEM(unsigned char, raw);\n  kda_mix<S>(a, *(KdaMixSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, {READY});")
+    return _kernel(name, f"KdaShape<128, 4, {split}, {cols}>", body, 8 * 128 // split // cols, split, "KdaMix a", min_blocks)
+
+
+def kda_mix_shared(split):
+    """Bytes of KdaMixSmem, rounded up."""
+    return 32768 + 4 * (3 * 1024 + 2 * 8 * 128 // split + 8 + 16 * split) + 32
+
+
+def kda_commit(split, cols):
+    body = ("__shared__ KdaCommitSmem<S> m;\n  grid_wait();\n  grid_launch_next();\n"
+            "  kda_commit<S>(a, m, blockIdx.z, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y);")
+    return _kernel(f"kda_commit_{split}_{cols}", f"KdaShape<128, 4, {split}, {cols}>", body, 8 * 128 // split // cols, 1, "KdaCommit a")
+
+
+def norm_row(n, leaves, parts, blocks, cluster, threads):
+    body = ("K3_DYN_SMEM(unsigned char, raw);\n  norm_row<S>(a, *(NormSmem<S>*)raw, blockIdx.x / S::kCluster, blockIdx.x % S::kCluster, "
+            f"{READY});")
+    return _kernel(f"norm_{n}_{parts}_{blocks}_{cluster}_{threads}", f"NormShape<{n}, {leaves}, {parts}, {blocks}, {cluster}, {threads}>", body,
+                   threads, cluster, "NormRow a")
+
+
+def norm_shared(n, leaves, parts, blocks, cluster, threads):
+    """Bytes of NormSmem."""
+    own = n // cluster
+    return 4 * (max(blocks, 2) * own + (own if blocks else 1) + leaves * 20) + 24
+
+
+def route(experts, top_k, rows, threads):
+    """Rows of block b: b * rows and on."""
+    args = "const float* logits, const float* bias, const int* row_slot, int total, float scale, int* ids, float* weights"
+    body = ("__shared__ RouteSmem<S> m;\n  grid_wait();\n  grid_launch_next();\n  int first = blockIdx.x * S::kRows, left = total - first;\n"
+            "  route_rows<S>(logits, bias, row_slot, first, left < S::kRows ? left : S::kRows, scale, ids, weights, m);")
+    return _kernel(f"route_{experts}_{rows}_{threads}", f"RouteShape<{experts}, {top_k}, {rows}, {threads}>", body, threads, 1, args)
+
+
+def list_experts(experts, top_k, rows, threads):
+    args = "const int* ids, const int* row_slot, int total, int* entries, int* items, u32* entry, u16* item"
+    body = ("__shared__ ListSmem<S> m;\n  grid_wait();\n  grid_launch_next();\n"
+            "  list_experts<S>(ids, row_slot, total, ListOut{entries, items, entry, item}, m);")
+    return _kernel(f"list_{experts}_{rows}_{threads}", f"ListShape<{experts}, {top_k}, {rows}, {threads}>", body, threads, 1, args)
+
+
+def unit(kernels) -> str:
+    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "norm_core.cuh", "route_core.cuh"))
+    return heads + "".join(k.source for k in kernels)
+
+
+class Cores:
+    """Kernels compiled for this machine's GPU, launched by name of the Kernel."""
+
+    def __init__(self, kernels):
+        self.device = cuda_driver.open_device()
+        self.compiled = cuda_jit.compile_cuda(unit(kernels), self.device.arch)
+        spilled = [name for name, r in self.compiled.resources().items() if r.spills]
+        assert not spilled, spilled
+        self.module = cuda_driver.Module(self.compiled.cubin)
+
+    def function(self, kernel, shared=0):
+        f = self.module.function(kernel.name, shared)
+        if kernel.cluster > 8:
+            cu = cuda_driver.driver()
+            cuda_driver.check(cu.cuFuncSetAttribute(f, cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        return f
+
+    def launcher(self, kernel, grid, arguments, *, shared=0, stream=0, dependent=True):
+        values = [a if isinstance(a, (ctypes.Structure, ctypes._SimpleCData)) else ctypes.c_void_p(a.data.ptr) for a in arguments]
+        launch = cuda_driver.Launch(self.function(kernel, shared), grid, kernel.threads, values, shared=shared, stream=stream,
+                                    dependent=dependent, cluster=kernel.cluster)
+        launch.kept = arguments
+        return launch
+
+    def run(self, kernel, grid, arguments, *, shared=0):
+        cp.cuda.Device().synchronize()
+        self.launcher(kernel, grid, arguments, shared=shared, dependent=False).launch()
+        cp.cuda.Device().synchronize()
+
+
+def up(x: np.ndarray):
+    """To the device; BF16 travels as its bits."""
+    return cp.asarray(np.ascontiguousarray(x).view(np.uint16) if x.dtype == BF16 else np.ascontiguousarray(x))
+
+
+def down(x, dtype=None) -> np.ndarray:
+    return cp.asnumpy(x).view(dtype) if dtype else cp.asnumpy(x)
+
+
+def poisoned(shape, dtype):
+    dtype = np.dtype(dtype)
+    return up(np.full(shape, POISON[dtype], dtype))
+
+
+def fill(structure, **values):
+    """The structure with device arrays as their addresses; None is a null pointer."""
+    s = structure(**{k: v.data.ptr if isinstance(v, cp.ndarray) else v for k, v in values.items()})
+    s.kept = values
+    return s
+
+
+def relative(got, want) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))

@@ -4,73 +4,53 @@
 // neighbours, first inside a warp, then across the warps of a block, then across the blocks of a cluster.
 // Layout of w: [tile of 16 rows][leaf][k-step][lane] x 16 bytes (k3cuda/runtime/repack.py).
 #pragma once
-#include "prims.cuh"
+#include "row_shape.cuh"
 
-constexpr int kTileRows = 16, kTokenTile = 8;
-constexpr int kStepBytes = kWarpSize * 16;   // one 16 x 16 tile of BF16
-
-constexpr int min_of(int a, int b) { return a < b ? a : b; }
-constexpr int max_of(int a, int b) { return a > b ? a : b; }
-
-// The most steps of a leaf that divide it and fit `most`; even, so that two steps share one load of x, or the whole leaf.
-constexpr int chunk_steps(int steps, int most) {
-  for (int n = min_of(steps, most); n > 1; --n)
-    if (steps % n == 0 && (n % 2 == 0 || n == steps)) return n;
-  return steps;
-}
-
-// How one product is laid over the machine. Nothing here changes a byte of the result.
-//   kLeaves_, kSteps_  leaves of K that this rank holds, and k-steps (of 16) in each
-//   kMT_, kNT_         16-row tiles and 8-token tiles of a warp
-//   kWK_, kWM_         warps of a block along leaves and along row tiles
-//   kCS_               blocks of a cluster, along leaves
-//   kRing_             bytes of shared memory that a block fills ahead; 0: weights go straight to registers
-template <int kLeaves_, int kSteps_, int kMT_, int kNT_, int kWK_, int kWM_, int kCS_, int kRing_ = 64 * 1024, int kChunk_ = 4096>
-struct RowShape {
-  static constexpr int kLeaves = kLeaves_, kSteps = kSteps_, kMT = kMT_, kNT = kNT_, kWK = kWK_, kWM = kWM_, kCS = kCS_;
-  static constexpr int kWarps = kWK * kWM, kThreads = kWarps * kWarpSize;
-  static constexpr int kWarpLeaves = kLeaves / (kWK * kCS);
-  static constexpr int kTiles = kMT * kWM;                     // of a block
-  static constexpr int kTokens = kNT * kTokenTile;
-  static constexpr bool kRing = kRing_ > 0;
-  static constexpr bool kHoldX = kNT == 1 && kWarpLeaves * kSteps <= 48;   // a warp's share of x stays in registers
-  static constexpr int kChunkSteps = chunk_steps(kSteps, kRing ? max_of(kChunk_ / kStepBytes, 2) : 4);
-  static constexpr int kTileChunk = kChunkSteps * kStepBytes;  // bytes
-  static constexpr int kChunkBytes = kTileChunk * kMT;
-  static constexpr int kChunks = kWarpLeaves * kSteps / kChunkSteps;
-  static constexpr int kSlots = kRing ? max_of(1, min_of(kChunks, kRing_ / (kWarps * kChunkBytes))) : 0;
-  static constexpr int kTokenStride = kTileRows + 4;           // floats; 4 more keep a warp's stores off each other's banks
-  static constexpr int kPartial = kTiles * kTokens * kTokenStride;              // floats of one warp row of leaf sums
-  static constexpr int kOwned = (kTileRows * kTokens + kCS - 1) / kCS;          // (row, token) pairs a block of a cluster finishes
-  static constexpr int kRingBytes = kWarps * kSlots * kChunkBytes;
-  static constexpr int kBarrierAt = max_of(kRingBytes, kWK * kPartial * 4);     // leaf sums reuse the drained ring
-  static constexpr int kInboxAt = (kBarrierAt + kWarps * kSlots * 8 + 15) / 16 * 16;
-  static constexpr int kSmem = kInboxAt + (kCS > 1 ? kCS * kTiles * kOwned * 4 : 0);
-  static_assert(kLeaves % (kWK * kCS) == 0 && kWarpLeaves * kWK * kCS == kLeaves, "warps and blocks take equal runs of leaves");
+// The row tiles of one block: `first`, then every `stride` groups of kTiles until `tiles`.
+template <class S>
+struct Groups {
+  int tiles, first, stride;
+  K3_DEVICE explicit Groups(int n) : tiles(n), first(int(blockIdx.x) / S::kCS), stride(int(gridDim.x) / S::kCS) {}
+  K3_DEVICE int tile(int i) const { return (first + i * stride) * S::kTiles; }
+  K3_DEVICE bool has(int i) const { return tile(i) < tiles; }
 };
 
 // ---- where weights come from: one interface, two bodies. start() touches nothing but weights, so it runs before grid_wait ----
 
-// Each warp fills its own slots by bulk copies; no other warp waits for it.
+// What a warp reads: of every group of the block its tiles' run of leaves, chunk by chunk.
+template <class S>
+struct WeightStream {
+  const uint4* w;
+  Groups<S> groups;
+  int first_leaf, warp_tile;
+
+  // A group that reaches past the end reads the last tile again and drops it.
+  K3_DEVICE const uint4* at(int group, int chunk, int m) const {
+    int tile = min_of(groups.tile(group) + warp_tile + m, groups.tiles - 1);
+    return w + ((size_t(tile) * S::kLeaves + first_leaf) * S::kSteps + chunk * S::kChunkSteps) * kWarpSize;
+  }
+};
+
+// Each warp fills its own slots by bulk copies, over the ends of groups; no other warp waits for it.
 template <class S>
 struct RingSource {
-  const u8* source[S::kMT];
+  WeightStream<S> stream;
   u8* slots;
   u64* full;
-  int chunk = 0;
+  int slot = 0, next_group = 0, next_chunk = 0;   // the slot in use; what the next copy brings
+  u32 parity = 0;
 
-  K3_DEVICE RingSource(const uint4* const (&w)[S::kMT], u8* smem) {
-    K3_UNROLL
-    for (int m = 0; m < S::kMT; ++m) source[m] = (const u8*)w[m];
+  K3_DEVICE RingSource(const WeightStream<S>& s, u8* smem) : stream(s) {
     slots = smem + warp_id() * S::kSlots * S::kChunkBytes;
     full = (u64*)(smem + S::kBarrierAt) + warp_id() * S::kSlots;
   }
-  K3_DEVICE void issue(int c) {
-    u64* bar = full + c % S::kSlots;
-    u8* slot = slots + c % S::kSlots * S::kChunkBytes;
-    barrier_expect(bar, S::kChunkBytes);
+  K3_DEVICE void issue(int to) {
+    if (!stream.groups.has(next_group)) return;
+    barrier_expect(full + to, S::kChunkBytes);
     K3_UNROLL
-    for (int m = 0; m < S::kMT; ++m) bulk_copy(slot + m * S::kTileChunk, source[m] + size_t(c) * S::kTileChunk, S::kTileChunk, bar);
+    for (int m = 0; m < S::kMT; ++m)
+      bulk_copy(slots + to * S::kChunkBytes + m * S::kTileChunk, stream.at(next_group, next_chunk, m), S::kTileChunk, full + to);
+    if (++next_chunk == S::kGroupChunks) next_chunk = 0, ++next_group;
   }
   K3_DEVICE void start() {
     if (lane_id() == 0) {
@@ -80,45 +60,45 @@ struct RingSource {
     }
     __syncwarp();
   }
-  K3_DEVICE void take() { barrier_wait(full + chunk % S::kSlots, chunk / S::kSlots & 1); }
+  K3_DEVICE void take() { barrier_wait(full + slot, parity); }
   K3_DEVICE uint4 step(int u, int m) const {
-    return ((const uint4*)(slots + chunk % S::kSlots * S::kChunkBytes + m * S::kTileChunk))[u * kWarpSize + lane_id()];
+    return ((const uint4*)(slots + slot * S::kChunkBytes + m * S::kTileChunk))[u * kWarpSize + lane_id()];
   }
   K3_DEVICE void release() {
-    if constexpr (S::kSlots < S::kChunks) {
-      __syncwarp();
-      if (lane_id() == 0 && chunk + S::kSlots < S::kChunks) issue(chunk + S::kSlots);
-    }
-    ++chunk;
+    __syncwarp();
+    if (lane_id() == 0) issue(slot);
+    if (++slot == S::kSlots) slot = 0, parity ^= 1;
   }
 };
 
 // Each lane loads its fragments itself, one chunk ahead.
 template <class S>
 struct DirectSource {
-  const uint4* source[S::kMT];
+  WeightStream<S> stream;
   uint4 ahead[S::kChunkSteps][S::kMT];
-  int chunk = 0;
+  int next_group = 0, next_chunk = 0;
 
-  K3_DEVICE DirectSource(const uint4* const (&w)[S::kMT], u8*) {
-    K3_UNROLL
-    for (int m = 0; m < S::kMT; ++m) source[m] = w[m] + lane_id();
+  K3_DEVICE DirectSource(const WeightStream<S>& s, u8*) : stream(s) {}
+  K3_DEVICE void fetch(int u, int m) {
+    if (stream.groups.has(next_group)) ahead[u][m] = load_weights(stream.at(next_group, next_chunk, m) + u * kWarpSize + lane_id());
   }
-  K3_DEVICE void fetch(int c, int u) {
-    K3_UNROLL
-    for (int m = 0; m < S::kMT; ++m) ahead[u][m] = load_weights(source[m] + size_t(c * S::kChunkSteps + u) * kWarpSize);
+  K3_DEVICE void advance() {
+    if (++next_chunk == S::kGroupChunks) next_chunk = 0, ++next_group;
   }
   K3_DEVICE void start() {
     K3_UNROLL
-    for (int u = 0; u < S::kChunkSteps; ++u) fetch(0, u);
+    for (int u = 0; u < S::kChunkSteps; ++u)
+      K3_UNROLL
+      for (int m = 0; m < S::kMT; ++m) fetch(u, m);
+    advance();
   }
   K3_DEVICE void take() {}
   K3_DEVICE uint4 step(int u, int m) {
     uint4 v = ahead[u][m];
-    if (m == S::kMT - 1 && chunk + 1 < S::kChunks) fetch(chunk + 1, u);
+    fetch(u, m);
     return v;
   }
-  K3_DEVICE void release() { ++chunk; }
+  K3_DEVICE void release() { advance(); }
 };
 
 template <class S, bool kRing> struct SourceOf { typedef RingSource<S> type; };
@@ -167,19 +147,34 @@ struct Accumulator {
   }
 };
 
+// Brings the block's share of x into shared memory in fragment order: [leaf][pair][token tile][lane].
+template <class S>
+K3_DEVICE void share_tokens(const bf16* x, int stride, int rows, uint4* shared) {
+  Tokens<S> tokens(x, stride, rows, int(cluster_rank()) * S::kWK * S::kWarpLeaves);
+  for (int i = warp_id(); i < S::kWK * S::kWarpLeaves * S::kPairs; i += S::kWarps)
+    K3_UNROLL
+    for (int n = 0; n < S::kNT; ++n) shared[(i * S::kNT + n) * kWarpSize + lane_id()] = tokens.pair(n, i / S::kPairs, i % S::kPairs);
+  __syncthreads();
+}
+
 // One warp's run of leaves.
 template <class S>
 struct LeafRun {
-  static constexpr int kPairs = (S::kSteps + 1) / 2;
   typename SourceOf<S, S::kRing>::type& source;
   Tokens<S> tokens;
-  uint4 held[S::kHoldX ? S::kWarpLeaves * kPairs : 1];
+  const uint4* shared;   // the warp's first leaf of x in shared memory
+  uint4 held[S::kX == kXRegisters ? S::kWarpLeaves * S::kPairs : 1];
 
-  K3_DEVICE LeafRun(typename SourceOf<S, S::kRing>::type& s, const Tokens<S>& t) : source(s), tokens(t) {
-    if constexpr (S::kHoldX) {
+  K3_DEVICE LeafRun(typename SourceOf<S, S::kRing>::type& s, const Tokens<S>& t, const uint4* x) : source(s), tokens(t), shared(x) {
+    if constexpr (S::kX == kXRegisters) {
       K3_UNROLL
-      for (int i = 0; i < S::kWarpLeaves * kPairs; ++i) held[i] = tokens.pair(0, i / kPairs, i % kPairs);
+      for (int i = 0; i < S::kWarpLeaves * S::kPairs; ++i) held[i] = tokens.pair(0, i / S::kPairs, i % S::kPairs);
     }
+  }
+  K3_DEVICE uint4 pair(int n, int leaf, int p) const {
+    if constexpr (S::kX == kXRegisters) return held[leaf * S::kPairs + p];
+    else if constexpr (S::kX == kXShared) return shared[((leaf * S::kPairs + p) * S::kNT + n) * kWarpSize + lane_id()];
+    else return tokens.pair(n, leaf, p);
   }
   K3_DEVICE void step(Accumulator<S>& acc, const uint4 (&x)[S::kNT], int u, bool second) {
     K3_UNROLL
@@ -189,15 +184,16 @@ struct LeafRun {
       for (int n = 0; n < S::kNT; ++n) mma(acc.c[m][n], a, second ? x[n].z : x[n].x, second ? x[n].w : x[n].y);
     }
   }
-  K3_DEVICE void chunk(Accumulator<S>& acc, int leaf, int first_pair) {
+  K3_DEVICE void chunk(Accumulator<S>& acc, int leaf, int first) {   // first: step of the leaf
     source.take();
+    uint4 x[S::kNT];
     K3_UNROLL
-    for (int u = 0; u < S::kChunkSteps; u += 2) {
-      uint4 x[S::kNT];
-      K3_UNROLL
-      for (int n = 0; n < S::kNT; ++n) x[n] = S::kHoldX ? held[leaf * kPairs + first_pair + u / 2] : tokens.pair(n, leaf, first_pair + u / 2);
-      step(acc, x, u, false);
-      if (u + 1 < S::kChunkSteps) step(acc, x, u + 1, true);
+    for (int u = 0; u < S::kChunkSteps; ++u) {
+      if (u == 0 || (first + u) % 2 == 0) {
+        K3_UNROLL
+        for (int n = 0; n < S::kNT; ++n) x[n] = pair(n, leaf, (first + u) / 2);
+      }
+      step(acc, x, u, (first + u) % 2);
     }
     source.release();
   }
@@ -210,12 +206,12 @@ struct LeafRun {
       acc.add(right);
     } else {
       acc.zero();
-      if constexpr (S::kHoldX) {   // registers need indices known at compile time
+      if constexpr (S::kX == kXRegisters) {   // registers need indices known at compile time
         K3_UNROLL
-        for (int c = 0; c < S::kSteps / S::kChunkSteps; ++c) chunk(acc, kFirst, c * S::kChunkSteps / 2);
+        for (int c = 0; c < S::kLeafChunks; ++c) chunk(acc, kFirst, c * S::kChunkSteps);
       } else {
 #pragma unroll 1
-        for (int c = 0; c < S::kSteps / S::kChunkSteps; ++c) chunk(acc, kFirst, c * S::kChunkSteps / 2);
+        for (int c = 0; c < S::kLeafChunks; ++c) chunk(acc, kFirst, c * S::kChunkSteps);
       }
     }
   }
@@ -224,10 +220,10 @@ struct LeafRun {
 // Leaf sums of all warps and blocks become finished values. finish(row in tile, token, values of the block's tiles).
 template <class S, class Finish>
 K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, u8* smem, Finish&& finish) {
-  float* partial = (float*)smem;   // [leaf warp][tile][token][row]
+  float* partial = (float*)(smem + S::kPartialAt);   // [leaf warp][tile][token][row]
   float* inbox = (float*)(smem + S::kInboxAt);   // [source block][tile][owned pair]
   int wk = warp_id() % S::kWK, wm = warp_id() / S::kWK;
-  __syncthreads();   // the ring is drained
+  __syncthreads();   // the group before is finished with both
   K3_UNROLL
   for (int m = 0; m < S::kMT; ++m)
     K3_UNROLL
@@ -239,7 +235,7 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, u8* smem, Fin
       }
   __syncthreads();
   int live = min_of(rows, S::kTokens) * kTileRows;
-  if constexpr (S::kCS > 1) cluster_wait();   // every block of the cluster has begun, so its inbox exists
+  if constexpr (S::kCS > 1) cluster_wait();   // every block of the cluster has begun this group, so its inbox is free
   for (int i = threadIdx.x; i < live; i += S::kThreads) {
     int token = i / kTileRows, row = i % kTileRows;
     float v[S::kTiles];
@@ -263,10 +259,11 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, u8* smem, Fin
       for (int t = 0; t < S::kTiles; ++t) v[t] = tree_sum<S::kCS>(inbox + t * S::kOwned + j, S::kTiles * S::kOwned);
       finish(i % kTileRows, i / kTileRows, v);
     }
+    cluster_arrive();   // for the next group, or for row_product to end on
   }
 }
 
-// The whole product of one block: row tiles (blockIdx.x / kCS) kTiles onward.
+// The whole product of one block: every group of kTiles row tiles that falls to its cluster. Any grid of whole clusters works.
 //   w, tiles    packed weights and how many 16-row tiles they have
 //   x, stride   tokens, row-major, `stride` elements apart; K of this rank starts at x
 //   rows        live tokens; columns beyond are neither read nor written
@@ -275,30 +272,31 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, u8* smem, Fin
 // neighbouring tiles at once, row counted within either half (gate and up of a GLU).
 template <class S, bool kPair = false, class Epilogue>
 K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride, int rows, u8* smem, Epilogue&& epilogue) {
-  int first_leaf = (int(cluster_rank()) * S::kWK + warp_id() % S::kWK) * S::kWarpLeaves;
-  int block_tile = int(blockIdx.x) / S::kCS * S::kTiles, first_tile = block_tile + warp_id() / S::kWK * S::kMT;
-  const uint4* mine[S::kMT];
-  K3_UNROLL
-  for (int m = 0; m < S::kMT; ++m)   // a block that reaches past the end reads the last tile again and drops it
-    mine[m] = w + (size_t(min_of(first_tile + m, tiles - 1)) * S::kLeaves + first_leaf) * S::kSteps * kWarpSize;
-  typename SourceOf<S, S::kRing>::type source(mine, smem);
+  int leaf_in_block = warp_id() % S::kWK * S::kWarpLeaves;
+  int first_leaf = int(cluster_rank()) * S::kWK * S::kWarpLeaves + leaf_in_block;
+  Groups<S> groups(tiles);
+  typename SourceOf<S, S::kRing>::type source(WeightStream<S>{w, groups, first_leaf, warp_id() / S::kWK * S::kMT}, smem);
   source.start();
   if constexpr (S::kCS > 1) cluster_arrive();
   grid_launch_next();
   grid_wait();
-  LeafRun<S> run(source, Tokens<S>(x, stride, rows, first_leaf));
-  Accumulator<S> acc;
-  run.template sum<0, S::kWarpLeaves>(acc);
-  combine_leaves<S>(acc, rows, smem, [&](int row, int token, const float (&v)[S::kTiles]) {
-    if constexpr (kPair) {
+  uint4* shared = (uint4*)(smem + S::kXAt);
+  if constexpr (S::kX == kXShared) share_tokens<S>(x, stride, rows, shared);
+  LeafRun<S> run(source, Tokens<S>(x, stride, rows, first_leaf), shared + leaf_in_block * S::kPairs * S::kNT * kWarpSize);
+#pragma unroll 1
+  for (int g = 0; groups.has(g); ++g) {
+    Accumulator<S> acc;
+    run.template sum<0, S::kWarpLeaves>(acc);
+    int block_tile = groups.tile(g);
+    combine_leaves<S>(acc, rows, smem, [&](int row, int token, const float (&v)[S::kTiles]) {
       static_assert(!kPair || S::kTiles % 2 == 0, "a pair of tiles lies in one block");
       K3_UNROLL
-      for (int t = 0; t < S::kTiles; t += 2)
-        if (block_tile + t < tiles) epilogue((block_tile + t) / 2 * kTileRows + row, token, v[t], v[t + 1]);
-    } else {
-      K3_UNROLL
-      for (int t = 0; t < S::kTiles; ++t)
-        if (block_tile + t < tiles) epilogue((block_tile + t) * kTileRows + row, token, v[t]);
-    }
-  });
+      for (int t = 0; t < S::kTiles; t += kPair ? 2 : 1) {
+        if (block_tile + t >= tiles) continue;
+        if constexpr (kPair) epilogue((block_tile + t) / 2 * kTileRows + row, token, v[t], v[t + 1]);
+        else epilogue((block_tile + t) * kTileRows + row, token, v[t]);
+      }
+    });
+  }
+  if constexpr (S::kCS > 1) cluster_wait();
 }

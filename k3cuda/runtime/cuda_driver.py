@@ -90,6 +90,14 @@ class Module:
             check(cu.cuFuncSetAttribute(function, cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared))
         return function
 
+    def constants(self, name: str, count: int) -> tuple[int, ...]:
+        """`count` 32-bit integers of the extern "C" __constant__ `name`."""
+        cu = driver()
+        pointer, _ = check(cu.cuLibraryGetGlobal(self._library, name.encode()))
+        values = (ctypes.c_int32 * count)()
+        check(cu.cuMemcpyDtoH(ctypes.addressof(values), pointer, 4 * count))
+        return tuple(values)
+
     def close(self) -> None:
         if self._library is not None:
             check(driver().cuLibraryUnload(self._library))

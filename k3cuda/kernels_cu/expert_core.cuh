@@ -1,0 +1,239 @@
+// Routed experts, weight-major: every expert that any row chose is read once, for all rows that chose it.
+// A list names them: entries in rising expert id, each with at most eight (row, place) items; an expert with more has several
+// entries side by side, which share its bytes through the L2.
+#pragma once
+#include "mxfp4.cuh"
+
+constexpr int kEntryTokens = kTokenTile;
+
+// Written by the route stage. entry[i] = expert | first item << 16, entry[entries] = items << 16; item = row * top_k + place.
+template <int kMaxItems>
+struct ExpertList {
+  int entries, items;
+  u32 entry[kMaxItems + 1];
+  u16 item[kMaxItems];
+};
+
+K3_DEVICE int entry_expert(u32 e) { return e & 0xffff; }
+K3_DEVICE int entry_first(u32 e) { return e >> 16; }
+
+// Every thread of the block copies all of it, whatever it holds, so that no load waits for another; ends with a barrier.
+template <int kMaxItems>
+K3_DEVICE void load_list(ExpertList<kMaxItems>& to, const ExpertList<kMaxItems>* from, int threads) {
+  static_assert(sizeof(ExpertList<kMaxItems>) % 4 == 0, "copied in words");
+  for (int i = threadIdx.x; i < int(sizeof(ExpertList<kMaxItems>) / 4); i += threads) ((u32*)&to)[i] = ((volatile const u32*)from)[i];
+  __syncthreads();
+}
+
+// A warp's slots for bulk copies whose addresses are known only one at a time.
+template <int kSlots, int kBytes>
+struct CopyRing {
+  u8* slots;
+  u64* full;
+  int slot = 0;
+  u32 parity = 0;
+  K3_DEVICE CopyRing(u8* s, u64* bars) : slots(s + warp_id() * kSlots * kBytes), full(bars + warp_id() * kSlots) {
+    if (lane_id() == 0) {
+      for (int i = 0; i < kSlots; ++i) barrier_init(full + i, 1);
+      barrier_fence_init();
+    }
+    __syncwarp();
+  }
+  K3_DEVICE void issue(int to, const u8* source) {   // lane 0
+    barrier_expect(full + to, kBytes);
+    bulk_copy(slots + to * kBytes, source, kBytes, full + to);
+  }
+  K3_DEVICE const u8* take() {
+    barrier_wait(full + slot, parity);
+    return slots + slot * kBytes;
+  }
+  K3_DEVICE void next() {
+    if (++slot == kSlots) slot = 0, parity ^= 1;
+  }
+};
+
+// ---- w1 and w3: rows of the latent in, gate and up out ----
+//   kLeaves, kGroups  leaves of K, and 32-groups in each
+//   kWK               warps of a block, along leaves
+template <int kLeaves_, int kGroups_, int kMaxItems_, int kWK_ = 8, int kRing_ = 92 * 1024>
+struct ExpertUpShape {
+  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kWK = kWK_, kThreads = kWK * kWarpSize;
+  static constexpr int kWarpLeaves = kLeaves / kWK, kLeafBytes = mxfp4_leaf_bytes(kGroups), kChunk = kWarpLeaves * kLeafBytes;
+  static constexpr int kSlots = max_of(1, kRing_ / (kWK * kChunk));
+  static constexpr int kTokenStride = kTileRows + 4, kPartial = kEntryTokens * kTokenStride;   // floats
+  static constexpr int kBarrierAt = kWK * kSlots * kChunk;
+  static constexpr int kPartialAt = (kBarrierAt + kWK * kSlots * 8 + 15) / 16 * 16;
+  static constexpr int kListAt = kPartialAt + 2 * kWK * kPartial * 4;
+  static constexpr int kSmem = kListAt + sizeof(ExpertList<kMaxItems>);
+  static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
+};
+
+K3_DEVICE void store_partial(float* partial, int token_stride, const float (&sum)[4]) {
+  K3_UNROLL
+  for (int i = 0; i < 4; ++i) partial[(lane_id() % 4 * 2 + i % 2) * token_stride + lane_id() / 4 + i / 2 * 8] = sum[i];
+}
+
+// w: [expert][gate tile 0, up tile 0, gate tile 1, ...][leaf]. epilogue(item, row, gate, up): row of the expert's gate or up.
+// x: moe latent [row][stride]; top_k turns an item into its row.
+template <class S, class Epilogue>
+K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int stride, int top_k,
+                                 const ExpertList<S::kMaxItems>* from, u8* smem, Epilogue&& epilogue) {
+  CopyRing<S::kSlots, S::kChunk> ring(smem, (u64*)(smem + S::kBarrierAt));
+  float* partial = (float*)(smem + S::kPartialAt);   // [gate, up][leaf warp][token][row]
+  auto& list = *(ExpertList<S::kMaxItems>*)(smem + S::kListAt);
+  grid_launch_next();
+  grid_wait();
+  load_list(list, from, S::kThreads);
+  int units = list.entries * tile_pairs;   // a unit: a pair of tiles of an entry
+  int unit = int((long long)units * blockIdx.x / gridDim.x), end = int((long long)units * (blockIdx.x + 1) / gridDim.x);
+  int first_leaf = warp_id() * S::kWarpLeaves;
+  int ahead = unit * 2, last = end * 2;    // next tile to copy
+  auto issue = [&](int to) {
+    if (ahead >= last) return;
+    int entry = ahead / (2 * tile_pairs), tile = ahead - entry * 2 * tile_pairs;
+    size_t at = (size_t(entry_expert(list.entry[entry])) * 2 * tile_pairs + tile) * S::kLeaves + first_leaf;
+    ring.issue(to, w + at * S::kLeafBytes);
+    ++ahead;
+  };
+  if (lane_id() == 0)
+    for (int s = 0; s < S::kSlots; ++s) issue(s);
+  uint4 held[S::kWarpLeaves * S::kGroups];
+  int entry = -1, first = 0, count = 0;
+#pragma unroll 1
+  for (; unit < end; ++unit) {
+    if (entry != unit / tile_pairs) {
+      entry = unit / tile_pairs;
+      first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
+      int token = lane_id() / 4;
+      const uint4* mine = (const uint4*)(x + size_t(token < count ? list.item[first + token] / top_k : 0) * stride + first_leaf * S::kGroups * 32) + lane_id() % 4;
+      K3_UNROLL
+      for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[i] = token < count ? load_activations(mine + i * 4) : uint4{0, 0, 0, 0};
+      K3_UNROLL
+      for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[i] = scale_tokens(held[i]);
+    }
+    float sum[2][4];
+    K3_UNROLL
+    for (int t = 0; t < 2; ++t) {
+      mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[t], ring.take(), held);
+      __syncwarp();
+      if (lane_id() == 0) issue(ring.slot);
+      ring.next();
+    }
+    __syncthreads();   // the unit before has been read
+    K3_UNROLL
+    for (int t = 0; t < 2; ++t) store_partial(partial + (t * S::kWK + warp_id()) * S::kPartial, S::kTokenStride, sum[t]);
+    __syncthreads();
+    for (int i = threadIdx.x; i < count * kTileRows; i += S::kThreads) {
+      const float* p = partial + i / kTileRows * S::kTokenStride + i % kTileRows;
+      epilogue(list.item[first + i / kTileRows], (unit - entry * tile_pairs) * kTileRows + i % kTileRows,
+               tree_sum<S::kWK>(p, S::kPartial), tree_sum<S::kWK>(p + S::kWK * S::kPartial, S::kPartial));
+    }
+  }
+}
+
+// ---- w2: a row's experts summed in rising id inside a leaf, then the tree over leaves ----
+//   kLeaves, kGroups  of this rank
+//   kRows             rows of a step at most
+template <int kLeaves_, int kGroups_, int kMaxItems_, int kRows_, int kWarps_ = 16, int kRing_ = 54 * 1024>
+struct ExpertDownShape {
+  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRows = kRows_, kWarps = kWarps_;
+  static constexpr int kThreads = kWarps * kWarpSize, kLeafBytes = mxfp4_leaf_bytes(kGroups);
+  static constexpr int kSlots = max_of(1, kRing_ / (kWarps * kLeafBytes));
+  static constexpr int kTokenStride = kTileRows + 4, kPartial = kEntryTokens * kTokenStride;
+  static constexpr int kBarrierAt = kWarps * kSlots * kLeafBytes;
+  static constexpr int kPartialAt = (kBarrierAt + kWarps * kSlots * 8 + 15) / 16 * 16;
+  static constexpr int kSumAt = kPartialAt + 2 * kWarps * kPartial * 4;
+  static constexpr int kItemAt = kSumAt + kLeaves * kRows * kTileRows * 4;
+  static constexpr int kListAt = kItemAt + kMaxItems * 8;
+  static constexpr int kSmem = kListAt + sizeof(ExpertList<kMaxItems>);
+};
+
+// An item as the adding threads meet it: its token, where its result begins in the round's results, and its weight.
+struct __align__(8) DownItem {
+  u16 token, result;
+  float weight;
+};
+
+// One block a 16-row tile. w: [expert][tile][leaf]. x: activations [item][stride]. weights: of every item.
+// epilogue(row, token, value) runs for every token below `rows`; one without experts gets zero.
+// Warps take entries in turn, one each a round; after a round some of them add its results, all items of a token by one thread and in
+// entry order, while the others go on.
+template <class S, class Epilogue>
+K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int stride, const float* weights, int top_k, int rows,
+                                   const ExpertList<S::kMaxItems>* from, u8* smem, Epilogue&& epilogue) {
+  constexpr int kClasses = 8, kAdders = kClasses * kTileRows;   // adding threads: one a tile row and a class of tokens
+  static_assert(S::kThreads % kAdders == 0, "adders are whole teams");
+  CopyRing<S::kSlots, S::kLeafBytes> ring(smem, (u64*)(smem + S::kBarrierAt));
+  float* partial = (float*)(smem + S::kPartialAt);   // [parity][warp][token][row]
+  float* sums = (float*)(smem + S::kSumAt);          // [leaf][row of the step][row of the tile]
+  DownItem* down = (DownItem*)(smem + S::kItemAt);
+  auto& list = *(ExpertList<S::kMaxItems>*)(smem + S::kListAt);
+  for (int i = threadIdx.x; i < S::kLeaves * S::kRows * kTileRows; i += S::kThreads) sums[i] = 0.f;
+  grid_launch_next();
+  grid_wait();
+  load_list(list, from, S::kThreads);
+  const int entries = list.entries, tile = blockIdx.x;
+  struct Turn { int entry, leaf; } now{warp_id(), 0}, ahead{warp_id(), 0};   // of this warp; leaf == kLeaves: done
+  auto settle = [&](Turn& t) { if (t.entry >= entries) t.entry = warp_id(), t.leaf = warp_id() < entries ? t.leaf + 1 : S::kLeaves; };
+  auto issue = [&](int to) {
+    if (ahead.leaf >= S::kLeaves) return;
+    ring.issue(to, w + ((size_t(entry_expert(list.entry[ahead.entry])) * tiles + tile) * S::kLeaves + ahead.leaf) * S::kLeafBytes);
+    ahead.entry += S::kWarps;
+    settle(ahead);
+  };
+  auto load_x = [&](uint4 (&to)[S::kGroups], const Turn& t) {
+    int token = lane_id() / 4, first = 0, count = 0;
+    if (t.leaf < S::kLeaves) first = entry_first(list.entry[t.entry]), count = entry_first(list.entry[t.entry + 1]) - first;
+    const uint4* mine = (const uint4*)(x + size_t(token < count ? list.item[first + token] : 0) * stride + t.leaf * S::kGroups * 32) + lane_id() % 4;
+    K3_UNROLL
+    for (int i = 0; i < S::kGroups; ++i) to[i] = token < count ? load_activations(mine + i * 4) : uint4{0, 0, 0, 0};
+  };
+  if (warp_id() >= entries) now.leaf = ahead.leaf = S::kLeaves;
+  if (lane_id() == 0)
+    for (int s = 0; s < S::kSlots; ++s) issue(s);
+  uint4 next[S::kGroups];
+  load_x(next, now);
+  for (int e = threadIdx.x; e < entries; e += S::kThreads) {   // seen by the adders after the first round's barrier
+    int first = entry_first(list.entry[e]), end = entry_first(list.entry[e + 1]);
+    for (int i = first; i < end; ++i)
+      down[i] = {u16(list.item[i] / top_k), u16(e % S::kWarps * S::kPartial + (i - first) * S::kTokenStride),
+                 *(volatile const float*)(weights + list.item[i])};
+  }
+  int round = 0;
+#pragma unroll 1
+  for (int leaf = 0; leaf < S::kLeaves; ++leaf)
+#pragma unroll 1
+    for (int base = 0; base < entries; base += S::kWarps, ++round) {
+      float* results = partial + (round & 1) * S::kWarps * S::kPartial;
+      if (base + warp_id() < entries) {
+        uint4 held[S::kGroups];
+        K3_UNROLL
+        for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next[i]);
+        now.entry += S::kWarps;
+        settle(now);
+        load_x(next, now);
+        float sum[4];
+        mxfp4_leaf<S::kGroups>(sum, ring.take(), held);
+        __syncwarp();
+        if (lane_id() == 0) issue(ring.slot);
+        ring.next();
+        store_partial(results + warp_id() * S::kPartial, S::kTokenStride, sum);
+      }
+      __syncthreads();   // whoever added the round before the last is here, so one barrier serves two buffers
+      int adder = int(threadIdx.x) - round % (S::kThreads / kAdders) * kAdders;
+      if (adder >= 0 && adder < kAdders) {
+        int row = adder % kTileRows, mine = adder / kTileRows;
+        float* leaf_sums = sums + leaf * S::kRows * kTileRows + row;
+        const float* result = results + row;
+        int end = entry_first(list.entry[min_of(base + S::kWarps, entries)]);
+#pragma unroll 4
+        for (int i = entry_first(list.entry[base]); i < end; ++i) {
+          DownItem item = down[i];
+          if (item.token % kClasses == mine) leaf_sums[item.token * kTileRows] = fmaf(item.weight, result[item.result], leaf_sums[item.token * kTileRows]);
+        }
+      }
+    }
+  __syncthreads();
+  for (int i = threadIdx.x; i < rows * kTileRows; i += S::kThreads)
+    epilogue(tile * kTileRows + i % kTileRows, i / kTileRows, tree_sum<S::kLeaves>(sums + i, S::kRows * kTileRows));
+}

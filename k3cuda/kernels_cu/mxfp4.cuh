@@ -1,0 +1,75 @@
+// MXFP4 weights as tensor operands. A 32-group is an MMA chain of two from zero, times its power-of-two scale, added in group order.
+// Expanded weights are 2^-126 too small (their exponent bits land at the bottom of BF16's) and tokens come multiplied by
+// kTokenFactor; the stored factor exponent undoes both, exactly. Layout and bit order: k3cuda/runtime/repack.py.
+#pragma once
+#include "row_core.cuh"
+
+constexpr u32 kTokenFactor = 0x5f805f80u;   // 2^64, twice, in BF16
+
+// Eight weights of one word: four BF16 pairs, a whole A fragment of one k-step.
+K3_DEVICE uint4 expand_mxfp4(u32 w) {
+  constexpr u32 kMask = 0x81c081c0u;
+  uint4 a;
+  a.x = w & kMask;
+  a.y = funnel_left(w, w, 10) & kMask;
+  a.z = w << 4 & kMask;
+  a.w = (w << 6 & 0x80c080c0u) | (w >> 2 & 0x01000100u);
+  return a;
+}
+
+K3_DEVICE uint4 scale_tokens(uint4 x) {
+  return {mul_bf16x2(x.x, kTokenFactor), mul_bf16x2(x.y, kTokenFactor), mul_bf16x2(x.z, kTokenFactor), mul_bf16x2(x.w, kTokenFactor)};
+}
+
+constexpr int scale_words(int groups) { return (groups + 3) / 4; }
+constexpr int mxfp4_leaf_bytes(int groups) { return groups * 256 + scale_words(groups) * 64; }
+
+// Factor of group `j` of the four in a word of exponents.
+K3_DEVICE float scale_factor(u32 exponents, int j) {
+  return __uint_as_float((j < 3 ? exponents << (23 - 8 * j) : exponents >> 1) & 0x7f800000u);
+}
+
+K3_DEVICE void mxfp4_group(float (&sum)[4], u32 first, u32 second, const uint4& x, uint2 exponents, int j) {
+  float c[4] = {0.f, 0.f, 0.f, 0.f};
+  mma(c, expand_mxfp4(first), x.x, x.y);
+  mma(c, expand_mxfp4(second), x.z, x.w);
+  float low = scale_factor(exponents.x, j), high = scale_factor(exponents.y, j);   // rows g and g + 8
+  sum[0] = fmaf(c[0], low, sum[0]);
+  sum[1] = fmaf(c[1], low, sum[1]);
+  sum[2] = fmaf(c[2], high, sum[2]);
+  sum[3] = fmaf(c[3], high, sum[3]);
+}
+
+// One tile's leaf, in shared memory, against one 8-token tile.
+template <int kGroups>
+K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x) {
+  const uint4* words = (const uint4*)leaf + lane_id();
+  const uint2* scales = (const uint2*)(leaf + kGroups * 256) + lane_id() / 4;
+  sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+  uint2 exponents;
+  K3_UNROLL
+  for (int g = 0; g < kGroups; g += 2) {
+    if (g % 4 == 0) exponents = scales[g / 4 * 8];
+    if (g + 1 < kGroups) {
+      uint4 w = words[g / 2 * kWarpSize];
+      mxfp4_group(sum, w.x, w.y, x[g], exponents, g % 4);
+      mxfp4_group(sum, w.z, w.w, x[g + 1], exponents, g % 4 + 1);
+    } else {
+      uint2 w = ((const uint2*)(leaf + g * 256))[lane_id()];
+      mxfp4_group(sum, w.x, w.y, x[g], exponents, g % 4);
+    }
+  }
+}
+
+// Leaves kFirst onward of one tile, neighbours added first.
+template <int kGroups, int kFirst, int kCount>
+K3_DEVICE void mxfp4_leaves(float (&sum)[4], const u8* leaves, const uint4* x) {
+  if constexpr (kCount == 1) mxfp4_leaf<kGroups>(sum, leaves + kFirst * mxfp4_leaf_bytes(kGroups), x + kFirst * kGroups);
+  else {
+    float right[4];
+    mxfp4_leaves<kGroups, kFirst, kCount / 2>(sum, leaves, x);
+    mxfp4_leaves<kGroups, kFirst + kCount / 2, kCount / 2>(right, leaves, x);
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) sum[i] += right[i];
+  }
+}

@@ -308,12 +308,14 @@ def test_a_request_that_needs_many_pages_is_not_overtaken():
 def test_slots_beyond_the_rows_of_a_step_stay_empty():
     answers, _, engine = run([request(str(i), [i], ignore_eos=True) for i in range(6)], num_slots=6, max_rows=2)
     assert len(answers) == 6 and max(engine.backend.row_counts) == 2
+    assert engine.scheduler.num_slots == 2  # more could decode so that no row is ever left for a prompt
 
 
 def test_a_row_that_is_not_finite_ends_only_its_own_request():
     bad = lambda tokens: tokens[0] == 9 and len(tokens) == 5
     names = {"sick": [9, 9], "well": [1, 2], "later": [9, 9, 9, 9, 9, 9]}
-    answers, last, _ = run([request(n, p, ignore_eos=True) for n, p in names.items()], bad=bad)
+    answers, last, engine = run([request(n, p, ignore_eos=True) for n, p in names.items()], bad=bad)
+    assert len(engine.backend.slots[0].tokens) == 4  # the row that was not finite was not committed
     assert answers["sick"][2] == "error" and len(answers["sick"][0]) == 3  # positions 2, 3, 4 were drawn
     assert isinstance(last["sick"].error, NumericalError) and "position 5" in str(last["sick"].error)
     for name in ("well", "later"):

@@ -171,6 +171,12 @@ def test_chat_reports_calls(fake):
     assert cut.finish_reason == "length" and len(cut.tool_calls) == 1
 
 
+def test_the_end_of_the_message_closes_what_is_open(fake):
+    begun = CALL[:CALL.index("<|close|>call")]
+    out = fake("x<|close|>response<|sep|>" + begun + "<|end_of_msg|>").chat(USER, SamplingParams(temperature=0), reasoning_effort="none")
+    assert out.finish_reason == "tool_calls" and out.tool_calls[0].arguments == {"at": 3}
+
+
 def test_stop_strings_are_looked_for_in_the_content_unless_asked(fake):
     llm = fake(THOUGHT.replace("why", "well, why") + "Oh well, yes." + CLOSED)
     out = llm.chat(USER, SamplingParams(temperature=0, stop="well"))

@@ -14,10 +14,11 @@ from .buffers import BUFFERS, BY_NAME, DTYPE_BYTES, Buffer, buffer_shape, step_d
 from .config import L2NORM_EPS, MAX_ROWS, MLA_NORM_EPS, MXFP4_GROUP, PAGE_SIZE, K3Config
 from .packing import PACKED
 from .plan import Plan
-from .stages import STAGES
+from .stages import GATHER, SCATTER, STAGES, Stage
 from .weights import BY_NAME as WEIGHT
 from .weights import LEGAL_TP, MMA_K, tree_leaves
 
+MLA_WORK_COLUMNS = 48  # queries, (row, head) pairs, that share a page and a partial result of the split context
 ALIGN = 256  # bytes between starts of buffers: a bulk copy wants 16, a cache line 128
 C_TYPES = {"f32": "float", "bf16": "bf16", "i32": "int", "u8": "u8", "kv": "kv_t"}
 KV_TYPES = {"bf16": "bf16", "fp8_e4m3": "u8"}
@@ -38,12 +39,29 @@ def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
             continue
         offsets[b.name] = at
         at += -(-prod(buffer_shape(b, dims)) * DTYPE_BYTES[b.dtype] // ALIGN) * ALIGN
+    for name, nbytes in work_bytes(plan.cfg).items():
+        offsets[name] = at
+        at += -(-nbytes // ALIGN) * ALIGN
     return offsets | {target: offsets[source] for target, source in plan.aliases.items()}, at
 
 
-def build_files(plan: Plan, rows: int, kv_cache_dtype: str) -> dict[str, str]:
-    """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3"."""
-    return {"config.cuh": _config(plan, rows, kv_cache_dtype), "buffers.cuh": _buffers(plan, kv_cache_dtype), "kernels.cu": _kernels(plan)}
+def build_files(plan: Plan, rows: int, kv_cache_dtype: str, sms: int = 132) -> dict[str, str]:
+    """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3".
+
+    `sms`: multiprocessors that persistent kernels spread over; any number is right, the device's own is fast.
+    """
+    return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms), "buffers.cuh": _buffers(plan, kv_cache_dtype), "kernels.cu": _kernels(plan, rows)}
+
+
+def kernels_of(stage: Stage) -> tuple[str, ...]:
+    """Names of the kernels of a stage, without their `k_`."""
+    return packing.KERNELS.get(stage.name, (stage.name,))
+
+
+def work_bytes(cfg: K3Config) -> dict[str, int]:
+    """Work space in the arena that passes between kernels and is no buffer of the description: name -> bytes."""
+    items = MAX_ROWS * cfg.num_experts_per_token
+    return {"expert_list": 8 + 4 * (items + 1) + 2 * items, "mla_info": 16 * MAX_ROWS, "mla_next": 4}
 
 
 def _dims(plan: Plan) -> dict[str, int]:
@@ -54,13 +72,13 @@ def camel(name: str) -> str:
     return "k" + "".join(part.capitalize() for part in re.split("_", name))
 
 
-def _config(plan: Plan, rows: int, kv: str) -> str:
+def _config(plan: Plan, rows: int, kv: str, sms: int) -> str:
     cfg, tp = plan.cfg, plan.tp
     lines = ["#pragma once", "// Sizes of the whole model."]
     sizes = cfg.dims() | {"max_rows": MAX_ROWS, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
     lines += [f"constexpr int {camel(n)} = {v};" for n, v in sizes.items()]
-    lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows};"]
-    cut = sorted({b.shape[b.cut] for b in BUFFERS if b.cut is not None})
+    lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms}, kMlaWorkColumns = {MLA_WORK_COLUMNS};"]
+    cut = sorted({b.shape[b.cut] for b in BUFFERS if b.cut is not None} | {"mla_q_dim"})
     lines += [f"constexpr int {camel('own_' + n)} = {cfg.dims()[n] // tp};" for n in cut]
     lines += ["// Numbers of the arithmetic."]
     reals = {"rms_norm_eps": cfg.rms_norm_eps, "mla_norm_eps": MLA_NORM_EPS, "l2norm_eps": L2NORM_EPS,
@@ -93,10 +111,13 @@ def _buffers(plan: Plan, kv: str) -> str:
     lines = ['#pragma once', '#include "prims.cuh"', '#include "config.cuh"', f"typedef {KV_TYPES[kv]} kv_t;", "",
              f"// One step of one rank: where its memory begins. The arena has {size} bytes.", "struct Step {", "  u8* arena;"]
     lines += [f"  {C_TYPES[BY_NAME[n].dtype]}* {n}_base;" for n in SESSION]
-    lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  int slots, pages, slot_pages, rank, loopback;", "};", "",
+    lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  u8* mla_work;   // partial results of the split context",
+              "  int slots, pages, slot_pages, rank, loopback, mla_partials;", "};", "",
               "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows.",
               "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block;", "  float kv_scale;", "};", ""]
     lines += [_accessor(b, offsets, plan) for b in BUFFERS]
+    lines += [f"K3_DEVICE {kind}* {n}(const Step& s) {{ return ({kind}*)(s.arena + {offsets[n]}ull); }}"
+              for n, kind in (("expert_list", "u8"), ("mla_info", "u8"), ("mla_next", "int"))]
     lines += [f"K3_DEVICE const {_weight_type(p)}* w_{p.name}(const OpArgs& op) {{ return (const {_weight_type(p)}*)op.w[{i}]; }}"
               for group in PACKED.values() for i, p in enumerate(group)]
     return "\n".join(lines) + "\n"
@@ -127,13 +148,33 @@ def _weight_type(p: packing.Packed) -> str:
     return "float" if WEIGHT[p.sources[0]].dtype == "F32" else "bf16"
 
 
-def _kernels(plan: Plan) -> str:
+def _kernels(plan: Plan, rows: int) -> str:
     used = {op.stage.name for op in plan.ops + plan.commit}
-    stages = [s for s in STAGES if s.name in used and s.header]
-    lines = ['#include "buffers.cuh"', *(f'#include "stages/{h}.cuh"' for h in dict.fromkeys(s.header for s in stages)), ""]
-    for s in stages:
-        t = f"stage::{s.name}"
-        lines.append(f'extern "C" __constant__ int k_{s.name}_launch[4] = {{{t}::kBlocks, {t}::kThreads, {t}::kCluster, {t}::kSmem}};')
+    stages = [s for s in STAGES if s.name in used]
+    headers = dict.fromkeys(s.header or "collective" for s in stages)
+    lines = ['#include "buffers.cuh"', *(f'#include "stages/{h}.cuh"' for h in headers), ""]
+    lines += [_collective(s, plan, rows) for s in stages if s.moves]
+    for name in (k for s in stages for k in kernels_of(s)):
+        t = f"stage::{name}"
+        lines.append(f'extern "C" __constant__ int k_{name}_launch[5] = '
+                     f"{{{t}::kBlocks, {t}::kBlocksY, {t}::kThreads, {t}::kCluster, {t}::kSmem}};")
         lines.append(f'extern "C" __global__ void __launch_bounds__({t}::kThreads, {t}::kResident) '
-                     f"k_{s.name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ {t}::run(s, op); }}")
+                     f"k_{name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ {t}::run(s, op); }}")
     return "\n".join(lines) + "\n"
+
+
+def _collective(stage: Stage, plan: Plan, rows: int) -> str:
+    """A struct that moves what the stage says, for `rows` rows; see kernels_cu/stages/collective.cuh."""
+    offsets, dims, moves, units = arena_offsets(plan)[0], _dims(plan), [], 0
+    for m in stage.moves:
+        source, target = BY_NAME[m.source], BY_NAME[m.target]
+        size, width = DTYPE_BYTES[source.dtype], prod(buffer_shape(source, dims)[1:])
+        part = width // plan.tp if m.how == SCATTER else width
+        target_row = width * plan.tp if m.how == GATHER else part
+        slot = part if m.how == GATHER else part * MAX_ROWS
+        units += plan.tp * rows * part * size // 16
+        moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, kRows, {part * size}, {width * size}, {target_row * size}, {slot * size}ull, "
+                     f"{str(m.how == SCATTER).lower()}>(s);")
+    return (f"namespace stage {{ struct {stage.name} : StageDefaults {{\n  static constexpr int kBlocks = {max(1, min(132, units // 256))}, kThreads = 256;\n"
+            "  static __device__ void run(const Step& s, const OpArgs&) {\n    grid_wait();\n    grid_launch_next();\n    "
+            + "\n    ".join(moves) + "\n  }\n}; }")

@@ -7,7 +7,7 @@ from .weights import MMA_K, tree_leaves
 
 # How the sources become one array; kernels_cu/row_core.cuh and repack.py draw the layouts.
 TILES = "tiles"            # BF16 fragments, sources behind each other, each padded to whole tiles of 16 rows
-PAIRS = "pairs"            # BF16 fragments of two sources, their tiles in turn: gate and up of a GLU
+PAIRS = "pairs"            # BF16 fragments of the last two sources, their tiles in turn (gate and up of a GLU), then of the others
 HEADS = "heads"            # BF16 fragments of every head's rows in turn: the value half of kv_b_proj
 HEADS_TURNED = "heads_turned"  # the same of every head's key half, transposed
 EXPERTS = "experts"        # MXFP4 fragments of one matrix an expert
@@ -43,7 +43,7 @@ PACKED: dict[str, tuple[Packed, ...]] = {
     "ffn_mix": (_p(FOLDED, "ffn_score", "mlp_res_norm mlp_res_proj"), _p(PLAIN, "post_attention_layernorm")),
     "dense_up": (_p(PAIRS, "dense_gate_up", "dense_gate_proj dense_up_proj"),),
     "dense_down": (_p(TILES, "dense_down_proj"),),
-    "moe_in": (_p(TILES, "moe_in", "router latent_down"), _p(PAIRS, "shared_gate_up", "shared_gate_proj shared_up_proj")),
+    "moe_in": (_p(PAIRS, "moe_in", "router latent_down shared_gate_proj shared_up_proj"),),
     "route": (_p(PLAIN, "e_score_correction_bias"),),
     "expert_up": (_p(EXPERT_PAIRS, "expert_w13", "expert_w1 expert_w3"),),
     "moe_down": (_p(TILES, "shared_down_proj"), _p(EXPERTS, "expert_w2")),
@@ -52,6 +52,8 @@ PACKED: dict[str, tuple[Packed, ...]] = {
     "output_mix": (_p(FOLDED, "output_score", "output_attn_res_norm output_attn_res_proj"), _p(PLAIN, "final_norm")),
     "lm_head": (_p(TILES, "lm_head"),),
 }
+# Stages of more than one kernel, in order: what passes between them is theirs alone.
+KERNELS = {"mla_attend": ("mla_attend", "mla_combine"), "moe_down": ("shared_down", "moe_down")}
 MAX_PACKED = max(map(len, PACKED.values()))
 
 

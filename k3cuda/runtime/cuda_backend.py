@@ -5,7 +5,8 @@ import cupy
 import numpy as np
 
 from ..config import MAX_ROWS, PAGE_SIZE, K3Config
-from ..errors import ConfigError, OutOfMemory, PlanError
+from ..emit import MLA_WORK_COLUMNS, arena_offsets, kernels_of
+from ..errors import ConfigError, OutOfMemory
 from ..plan import Plan, build_plan
 from ..reference.sample import sample_row
 from . import cuda_weights
@@ -140,7 +141,7 @@ class CudaBackend:
 
     def kernels(self, bucket: int) -> BucketKernels:
         if bucket not in self._kernels:
-            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch)
+            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms)
             self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled)
         return self._kernels[bucket]
 
@@ -150,8 +151,9 @@ class CudaBackend:
         ops = self.plan.ops if what == "step" else self.plan.commit[:1]   # one launch commits every layer
         out = []
         for op in ops:
-            for memory, step in zip(self.memories, self._steps):
-                out.append(kernels.launch(op, step, memory.op_struct(op), self._raw_stream, dependent=bool(out)))
+            for name in kernels_of(op.stage):
+                for memory, step in zip(self.memories, self._steps):
+                    out.append(kernels.launch(name, step, memory.op_struct(op), self._raw_stream, dependent=bool(out)))
         return out
 
     def _replay(self, what: str, bucket: int) -> None:
@@ -171,8 +173,6 @@ class CudaBackend:
         room = free - int(total * (1 - utilization))
         fixed = session_bytes(self.plan, self.num_slots, 0, 0, self.kv_cache_dtype)
         page = session_bytes(self.plan, self.num_slots, 1, 0, self.kv_cache_dtype)["mla_cache"]
-        from ..emit import arena_offsets
-
         room = room // ranks - sum(fixed.values()) - arena_offsets(self.plan)[1]
         pages = room // max(page + 4, 1) // self.num_slots
         fits = min(self.cfg.max_position_embeddings, pages * PAGE_SIZE)

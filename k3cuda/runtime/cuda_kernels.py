@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from ..config import MAX_ROWS
-from ..emit import build_files
-from ..plan import Op, Plan
+from ..emit import build_files, kernels_of
+from ..plan import Plan
 from .cuda_driver import Launch, Module, check, driver
 from .cuda_jit import Compiled, compile_cuda
 
@@ -17,9 +17,9 @@ def bucket_of(rows: int) -> int:
     return next(b for b in ROW_BUCKETS if b >= rows)
 
 
-def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, strict: bool = False) -> Compiled:
+def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = 132, strict: bool = False) -> Compiled:
     """The cubin of every stage for steps of up to `rows` rows. Needs no GPU."""
-    headers = build_files(plan, rows, kv_cache_dtype)
+    headers = build_files(plan, rows, kv_cache_dtype, sms)
     source = headers.pop("kernels.cu")
     return compile_cuda(source, arch, headers=headers, strict=strict, name=f"the step for {rows} rows")
 
@@ -34,14 +34,14 @@ class BucketKernels:
     """Loaded kernels of one bucket.
 
     Attributes:
-        shapes: stage -> (blocks, threads, blocks of a cluster, bytes of shared memory), as the kernels say themselves.
+        shapes: kernel -> (blocks along x and y, threads, blocks of a cluster, bytes of shared memory), as the kernels say themselves.
     """
 
     def __init__(self, plan: Plan, rows: int, compiled: Compiled):
         self.rows, self.module = rows, Module(compiled.cubin)
-        names = dict.fromkeys(op.stage.name for op in plan.ops + plan.commit)
-        self.shapes = {n: tuple(int(x) for x in self._constant(f"k_{n}_launch", 4)) for n in names}
-        self.functions = {n: self.module.function(f"k_{n}", shape[3]) for n, shape in self.shapes.items()}
+        names = dict.fromkeys(k for op in plan.ops + plan.commit for k in kernels_of(op.stage))
+        self.shapes = {n: tuple(int(x) for x in self._constant(f"k_{n}_launch", 5)) for n in names}
+        self.functions = {n: self.module.function(f"k_{n}", shape[4]) for n, shape in self.shapes.items()}
 
     def _constant(self, name: str, count: int) -> np.ndarray:
         cu = driver()
@@ -51,10 +51,9 @@ class BucketKernels:
         check(cu.cuMemcpyDtoH(out.ctypes.data, address, size))
         return out
 
-    def launch(self, op: Op, step: ctypes.Structure, args: ctypes.Structure, stream: int, dependent: bool) -> Launch:
-        blocks, threads, cluster, shared = self.shapes[op.stage.name]
-        return Launch(self.functions[op.stage.name], blocks, threads, [step, args], shared=shared, stream=stream, cluster=cluster,
-                      dependent=dependent)
+    def launch(self, kernel: str, step: ctypes.Structure, args: ctypes.Structure, stream: int, dependent: bool) -> Launch:
+        x, y, threads, cluster, shared = self.shapes[kernel]
+        return Launch(self.functions[kernel], (x, y), threads, [step, args], shared=shared, stream=stream, cluster=cluster, dependent=dependent)
 
     def close(self) -> None:
         self.module.close()

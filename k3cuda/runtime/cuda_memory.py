@@ -6,12 +6,14 @@ import cupy
 import numpy as np
 
 from ..buffers import BY_NAME, DTYPE_BYTES, buffer_shape, step_dims
-from ..emit import SESSION, arena_offsets
+from ..config import MAX_ROWS, PAGE_SIZE, K3Config
+from ..emit import MLA_WORK_COLUMNS, SESSION, arena_offsets
 from ..packing import MAX_PACKED
 from ..plan import Op, Plan
 from ..weights import LEGAL_TP
 
 VIEW_DTYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8, "kv": np.uint16}
+MLA_SHORTEST_CHUNK = 256  # kMlaShort of mla_work.cuh
 _KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
 
 
@@ -19,7 +21,8 @@ class StepStruct(ctypes.Structure):
     """`struct Step` of emit.py; a test compares sizes and offsets with the compiled ones."""
 
     _fields_ = [("arena", ctypes.c_void_p), *((f"{n}_base", ctypes.c_void_p) for n in SESSION), ("peers", ctypes.c_void_p * LEGAL_TP[-1]),
-                ("slots", ctypes.c_int), ("pages", ctypes.c_int), ("slot_pages", ctypes.c_int), ("rank", ctypes.c_int), ("loopback", ctypes.c_int)]
+                ("mla_work", ctypes.c_void_p), ("slots", ctypes.c_int), ("pages", ctypes.c_int), ("slot_pages", ctypes.c_int), ("rank", ctypes.c_int),
+                ("loopback", ctypes.c_int), ("mla_partials", ctypes.c_int)]
 
 
 class OpStruct(ctypes.Structure):
@@ -34,6 +37,21 @@ def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_
     dims = step_dims(plan.cfg, tp=plan.tp, slots=slots, pages=pages, slot_pages=slot_pages)
     return {n: prod(buffer_shape(BY_NAME[n], dims)) * (_KV_BYTES[kv_cache_dtype] if BY_NAME[n].dtype == "kv" else DTYPE_BYTES[BY_NAME[n].dtype])
             for n in SESSION}
+
+
+def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
+    """Partial results of the split context that one step can have at most: a whole context of every slot, in its shortest chunks.
+
+    A partial belongs to a group of (row, head) pairs of one sequence: those of 8 rows, or MLA_WORK_COLUMNS if that is less.
+    """
+    heads = cfg.num_attention_heads // tp
+    chunks = -(-slot_pages * PAGE_SIZE // MLA_SHORTEST_CHUNK)
+    return chunks * (slots + max(MAX_ROWS // 8, -(-MAX_ROWS * heads // MLA_WORK_COLUMNS)))
+
+
+def mla_work_bytes(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
+    """Bytes of `Step.mla_work`: of every partial and column a maximum, a sum, and a latent."""
+    return mla_partials(cfg, tp, slots, slot_pages) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
 
 
 class RankMemory:
@@ -51,6 +69,8 @@ class RankMemory:
         self.offsets, size = arena_offsets(plan)
         self.arena = cupy.zeros(size, cupy.uint8)
         self.session = {n: cupy.zeros(nbytes, cupy.uint8) for n, nbytes in session_bytes(plan, slots, pages, slot_pages, kv_cache_dtype).items()}
+        self.mla_partials = mla_partials(plan.cfg, plan.tp, slots, slot_pages)
+        self.mla_work = cupy.zeros(mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages), cupy.uint8)
         self.weights: dict[tuple[int | None, str], list] = {}
 
     def buffer(self, name: str) -> cupy.ndarray:
@@ -64,7 +84,7 @@ class RankMemory:
         return self.arena[start:start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def step_struct(self, rank: int, peers: list["RankMemory"], loopback: bool) -> StepStruct:
-        s = StepStruct(arena=self.arena.data.ptr, slots=self.dims["slots"], pages=self.dims["pages"], slot_pages=self.dims["slot_pages"],
+        s = StepStruct(arena=self.arena.data.ptr, mla_work=self.mla_work.data.ptr, mla_partials=self.mla_partials, slots=self.dims["slots"], pages=self.dims["pages"], slot_pages=self.dims["slot_pages"],
                        rank=rank, loopback=loopback)
         for name, array in self.session.items():
             setattr(s, f"{name}_base", array.data.ptr)

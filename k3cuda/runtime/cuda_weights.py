@@ -27,7 +27,8 @@ def _packed(p: Packed, op: Op, source, tp: int, rank: int) -> np.ndarray:
         return norm * score
     if p.how in (packing.TILES, packing.PAIRS):
         leaves, _ = packing.leaves_and_steps(p.sources[-1], cfg, tp)
-        return join([pack_bf16(_bits(read(n)), leaves) for n in p.sources], interleave=p.how == packing.PAIRS)
+        parts = [pack_bf16(_bits(read(n)), leaves) for n in p.sources]
+        return join([join(parts[-2:], interleave=True), *parts[:-2]] if p.how == packing.PAIRS else parts)
     if p.how in (packing.HEADS, packing.HEADS_TURNED):
         return _heads(p, read(p.sources[0]), cfg)
     leaves, _ = packing.leaves_and_steps(p.sources[0], cfg, tp)

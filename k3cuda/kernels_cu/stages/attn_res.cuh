@@ -1,0 +1,49 @@
+// Between two half layers: what the one left joins the prefix sum, AttnRes mixes it with the closed blocks, the norm feeds the next.
+#pragma once
+#include "norm_core.cuh"
+#include "stages/common.cuh"
+
+namespace stage {
+
+template <int kParts, int kSize, int kLeaves, int kBlocks>
+struct MixStage : StageDefaults {
+  static constexpr int kSpread = min_of(kLeaves, 8);   // blocks a row
+  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, 256> Shape;
+  static constexpr int kBlocks_ = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
+  static __device__ void row(const NormRow& a) {
+    K3_DYN_SMEM(u8, smem);
+    norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] {
+      grid_wait();
+      grid_launch_next();
+    });
+  }
+};
+
+constexpr int kMixBlocks = kNumResBlocks;
+
+struct attn_mix : MixStage<1, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
+  static constexpr int kBlocks = kBlocks_;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    float* snapshot = op.opens_block ? res_blocks(s) + size_t(op.num_blocks) * kMaxRows * kHiddenSize : nullptr;
+    row({row_slot(s), nullptr, kMaxRows, ffn_out(s), hidden(s), hidden(s), snapshot, res_blocks(s), op.num_blocks, w_attn_score(op),
+         w_input_layernorm(op), attn_in(s), kRmsNormEps});
+  }
+};
+
+struct ffn_mix : MixStage<kRanks, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
+  static constexpr int kBlocks = kBlocks_;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    row({row_slot(s), nullptr, kMaxRows, attn_parts(s), hidden(s), hidden(s), nullptr, res_blocks(s), op.num_blocks, w_ffn_score(op),
+         w_post_attention_layernorm(op), ffn_in(s), kRmsNormEps});
+  }
+};
+
+struct output_mix : MixStage<1, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
+  static constexpr int kBlocks = kBlocks_;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    row({nullptr, logit_rows(s), kMaxRows, ffn_out(s), hidden(s), nullptr, nullptr, res_blocks(s), op.num_blocks, w_output_score(op),
+         w_final_norm(op), head_in(s), kRmsNormEps});
+  }
+};
+
+}

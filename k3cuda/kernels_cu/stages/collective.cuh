@@ -1,0 +1,26 @@
+// Collectives on one GPU or over mapped peers: every rank writes its part into every rank's target. Nothing is added.
+#pragma once
+#include "stages/common.cuh"
+
+// A unit that divides every run of bytes a move copies, so that one thread moves one unit.
+template <int kBytes> struct Unit { typedef typename Unit<(kBytes % 16 == 0 ? 16 : kBytes % 8 == 0 ? 8 : kBytes % 4 == 0 ? 4 : 2) + 1000>::type type; };
+template <> struct Unit<1016> { typedef uint4 type; };
+template <> struct Unit<1008> { typedef uint2 type; };
+template <> struct Unit<1004> { typedef u32 type; };
+template <> struct Unit<1002> { typedef u16 type; };
+
+// kSource, kTarget: offsets in the arena. kSlice: bytes of one row that a rank sends. kSourceRow, kTargetRow: bytes between rows there.
+// kSlot: bytes between ranks' places in the target. kCut: the slice that is sent depends on who receives it (scatter).
+template <size_t kSource, size_t kTarget, int kRowsOf, int kSlice, int kSourceRow, int kTargetRow, size_t kSlot, bool kCut>
+K3_DEVICE void move(const Step& s) {
+  typedef typename Unit<kSlice>::type T;
+  constexpr int kUnits = kSlice / sizeof(T), kAll = kRanks * kRowsOf * kUnits;
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kAll; i += gridDim.x * blockDim.x) {
+    int unit = i % kUnits, row = i / kUnits % kRowsOf, peer = i / kUnits / kRowsOf;
+    // Looped back, the one rank stands for all: it fills every place of its own target.
+    int place = s.loopback ? peer : s.rank, cut = kCut ? (s.loopback ? s.rank : peer) : 0;
+    const T* from = (const T*)(s.arena + kSource + size_t(row) * kSourceRow + size_t(cut) * kSlice) + unit;
+    T* to = (T*)(s.peers[peer] + kTarget + size_t(row) * kTargetRow + place * kSlot) + unit;
+    *to = *from;
+  }
+}

@@ -1,0 +1,28 @@
+// What stages share: defaults of a launch, how a product is laid over the machine, activations.
+#pragma once
+#include "buffers.cuh"
+#include "exchange.cuh"
+#include "row_core.cuh"
+
+// kBlocks x kBlocksY blocks of kThreads threads in clusters of kCluster, kSmem bytes of shared memory, kResident blocks an SM.
+struct StageDefaults {
+  static constexpr int kBlocksY = 1, kCluster = 1, kSmem = 0, kResident = 1;
+};
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+constexpr int tiles_of(int rows) { return ceil_div(rows, kTileRows); }
+
+constexpr int kTokenTiles = kRows <= kTokenTile ? 1 : kRows / kTokenTile;
+
+// A stage that is one product over kTotal row tiles, for every block of kBlocksY once.
+template <int kTotal, int kLeaves, int kSteps, bool kPair = false>
+struct ProductStage : StageDefaults {
+  typedef RowAuto<kTotal, kLeaves, kSteps, kTokenTiles, kPair> Shape;
+  static constexpr int kTiles = kTotal, kBlocks = groups_of(kTotal, Shape::kTiles) * Shape::kCS, kThreads = Shape::kThreads,
+                       kCluster = Shape::kCS, kSmem = Shape::kSmem;
+};
+
+// [b tanh(g / b) sigmoid(g)] [c tanh(u / c)]: the sigmoid takes the raw gate.
+K3_DEVICE float situ(float gate, float up) {
+  return kSituBeta * tanhf(gate / kSituBeta) * sigmoid(gate) * (kSituLinearBeta * tanhf(up / kSituLinearBeta));
+}

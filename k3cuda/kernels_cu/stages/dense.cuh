@@ -1,0 +1,37 @@
+// The dense MLP of the first layers.
+#pragma once
+#include "stages/common.cuh"
+
+namespace stage {
+
+struct dense_up : ProductStage<2 * tiles_of(kOwnIntermediateSize), kDenseGateUpLeaves, kDenseGateUpSteps, true> {
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    row_product<Shape, true>(w_dense_gate_up(op), kTiles, ffn_in(s), kHiddenSize, kRows, smem, [&](int row, int token, float gate, float up) {
+      if (row < kOwnIntermediateSize) dense_act(s)[size_t(token) * kOwnIntermediateSize + row] = float_to_bf16(situ(gate, up));
+    });
+  }
+};
+
+struct dense_down : ProductStage<tiles_of(kHiddenSize), kDenseDownProjLeaves, kDenseDownProjSteps> {
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    row_product<Shape>(w_dense_down_proj(op), kTiles, dense_act(s), kOwnIntermediateSize, kRows, smem, [&](int row, int token, float v) {
+      if (row < kHiddenSize) dense_partial(s)[token * kHiddenSize + row] = v;
+    });
+  }
+};
+
+struct dense_sum : StageDefaults {
+  static constexpr int kBlocks = kRows, kThreads = 256;
+  static __device__ void run(const Step& s, const OpArgs&) {
+    grid_wait();
+    grid_launch_next();
+    for (int i = threadIdx.x; i < kHiddenSize; i += kThreads) {
+      int at = blockIdx.x * kHiddenSize + i;
+      ffn_out(s)[at] = tree_sum<kRanks>(dense_parts(s) + at, kMaxRows * kHiddenSize);
+    }
+  }
+};
+
+}

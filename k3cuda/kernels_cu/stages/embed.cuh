@@ -1,0 +1,34 @@
+// Token ids to what the first layer adds to an empty prefix sum.
+#pragma once
+#include "stages/common.cuh"
+
+namespace stage {
+
+// The rank that owns a token's row gives it, the others zero.
+struct embed : StageDefaults {
+  static constexpr int kBlocks = kRows, kThreads = 256;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    grid_wait();
+    grid_launch_next();
+    int row = blockIdx.x, own = token_ids(s)[row] - s.rank * kOwnVocabSize;
+    bool mine = own >= 0 && own < kOwnVocabSize;
+    const bf16* from = w_embed_tokens(op) + size_t(mine ? own : 0) * kHiddenSize;
+    for (int i = threadIdx.x; i < kHiddenSize; i += kThreads)
+      embed_partial(s)[row * kHiddenSize + i] = mine ? bf16_to_float(from[i]) : 0.f;
+  }
+};
+
+struct embed_sum : StageDefaults {
+  static constexpr int kBlocks = kRows, kThreads = 256;
+  static __device__ void run(const Step& s, const OpArgs&) {
+    grid_wait();
+    grid_launch_next();
+    for (int i = threadIdx.x; i < kHiddenSize; i += kThreads) {
+      int at = blockIdx.x * kHiddenSize + i;
+      ffn_out(s)[at] = tree_sum<kRanks>(embed_parts(s) + at, kMaxRows * kHiddenSize);
+      hidden(s)[at] = 0.f;
+    }
+  }
+};
+
+}

@@ -1,0 +1,123 @@
+// Gated multi-head latent attention in absorbed form.
+#pragma once
+#include "mla_attend.cuh"
+#include "mla_combine.cuh"
+#include "stages/common.cuh"
+
+namespace stage {
+
+struct mla_in_rows {   // first tile of each part of the joined matrix
+  static constexpr int kQa = 0, kKva = kQa + tiles_of(kOwnQLoraRank), kGate = kKva + tiles_of(kOwnMlaCacheDim), kTotal = kGate + tiles_of(kOwnMlaVDim);
+};
+
+struct mla_in : ProductStage<mla_in_rows::kTotal, kMlaInLeaves, kMlaInSteps> {
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    typedef mla_in_rows R;
+    K3_DYN_SMEM(u8, smem);
+    row_product<Shape>(w_mla_in(op), kTiles, attn_in(s), kHiddenSize, kRows, smem, [&](int row, int token, float v) {
+      int tile = row / kTileRows;
+      if (tile >= R::kGate) {
+        int c = row - R::kGate * kTileRows;
+        if (c < kOwnMlaVDim) mla_out_gate(s)[token * kOwnMlaVDim + c] = v;
+      } else if (tile >= R::kKva) {
+        int c = row - R::kKva * kTileRows;
+        if (c < kOwnMlaCacheDim) mla_kv_a_part(s)[token * kOwnMlaCacheDim + c] = v;
+      } else if (row < kOwnQLoraRank) {
+        mla_q_a_part(s)[token * kOwnQLoraRank + row] = v;
+      }
+    });
+  }
+};
+
+K3_DEVICE MlaRows mla_rows(const Step& s) { return {row_slot(s), row_position(s), page_table(s), s.slot_pages, kRows}; }
+
+struct mla_norm : StageDefaults {
+  static constexpr int kBlocks = kRows, kThreads = 512;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    __shared__ float leaf[2][16];
+    grid_wait();
+    grid_launch_next();
+    mla_write<kv_t, kQLoraRank, kQLatentNormLeaves, kKvLoraRank, kKvLatentNormLeaves, kQkRopeHeadDim>(
+        {mla_rows(s), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
+        leaf, blockIdx.x);
+  }
+};
+
+struct mla_q : ProductStage<tiles_of(kOwnMlaQDim), kMlaQBProjLeaves, kMlaQBProjSteps> {
+  // The part behind the nope dims meets the shared key as it is, so it goes straight to its place in the absorbed query.
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    row_product<Shape>(w_mla_q_b_proj(op), kTiles, mla_q_latent(s), kQLoraRank, kRows, smem, [&](int row, int token, float v) {
+      if (row < kOwnMlaQDim) ::mla_q(s)[token * kOwnMlaQDim + row] = float_to_bf16(v);
+    });
+  }
+};
+
+// Heads are blocks along y.
+struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps> {
+  static constexpr int kBlocksY = kOwnNumAttentionHeads;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    int head = blockIdx.y;
+    const bf16* q = ::mla_q(s) + head * kMlaQkHeadDim;
+    bf16* out = mla_q_absorbed(s) + head * kMlaCacheDim;
+    row_product<Shape>(w_mla_keys(op) + size_t(head) * kTiles * kMlaKeysLeaves * kMlaKeysSteps * kWarpSize, kTiles, q, kOwnMlaQDim, kRows, smem,
+                       [&](int row, int token, float v) {
+                         bf16* to = out + size_t(token) * kOwnNumAttentionHeads * kMlaCacheDim;
+                         if (row < kKvLoraRank) to[row] = float_to_bf16(v);
+                         if (row < kQkRopeHeadDim) to[kKvLoraRank + row] = q[size_t(token) * kOwnMlaQDim + kQkNopeHeadDim + row];
+                       });
+  }
+};
+
+template <bool kFp8> struct CacheOf { typedef MlaBf16 type; };
+template <> struct CacheOf<true> { typedef MlaE4m3 type; };
+constexpr int kQueryTiles = ceil_div(min_of(kRows, 8) * kOwnNumAttentionHeads, 8);   // of eight (row, head) pairs that read a page together
+constexpr int kGroupTiles = kQueryTiles >= 6 ? 6 : kQueryTiles == 5 ? 6 : kQueryTiles;
+typedef MlaShape<CacheOf<kKvFp8>::type, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, 8> MlaLayout;
+
+// m and sum of every partial stand before the partials themselves.
+K3_DEVICE float2* mla_top_sum(const Step& s) { return (float2*)s.mla_work; }
+K3_DEVICE float* mla_partial(const Step& s) { return (float*)(s.mla_work + size_t(s.mla_partials) * kMlaWorkColumns * sizeof(float2)); }
+
+struct mla_attend : StageDefaults {
+  static constexpr int kBlocks = kSms, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>);
+  static_assert(MlaLayout::kColumns <= kMlaWorkColumns, "the work space holds a group's columns");
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    const float log2_e = 1.44269504088896340736f;
+    ::mla_attend<MlaLayout>({mla_rows(s), mla_q_absorbed(s), mla_cache(s, op), rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s),
+                             (MlaRowInfo*)mla_info(s), mla_next(s)}, *(MlaSmem<MlaLayout>*)smem, [] {
+      grid_wait();
+      grid_launch_next();
+    });
+  }
+};
+
+struct mla_combine : StageDefaults {
+  static constexpr int kBlocks = ceil_div(kKvLoraRank, kMlaSlab), kBlocksY = kRows * kOwnNumAttentionHeads, kThreads = kMlaCombineThreads;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    __shared__ MlaCombineSmem m;
+    grid_wait();
+    grid_launch_next();
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *mla_next(s) = 0;
+    ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, MlaLayout::kColumns>(
+        {row_slot(s), row_position(s), (MlaRowInfo*)mla_info(s), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s), mla_o_latent(s)}, m,
+        blockIdx.y / kOwnNumAttentionHeads, blockIdx.y % kOwnNumAttentionHeads, blockIdx.x);
+  }
+};
+
+struct mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps> {
+  static constexpr int kBlocksY = kOwnNumAttentionHeads;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    int head = blockIdx.y;
+    row_product<Shape>(w_mla_values(op) + size_t(head) * kTiles * kMlaValuesLeaves * kMlaValuesSteps * kWarpSize, kTiles, mla_o_latent(s) + head * kKvLoraRank,
+                       kOwnNumAttentionHeads * kKvLoraRank, kRows, smem, [&](int row, int token, float v) {
+                         int c = head * kVHeadDim + row;
+                         if (row < kVHeadDim) mixer_out(s)[size_t(token) * kOwnKdaDim + c] = float_to_bf16(v * sigmoid(mla_out_gate(s)[size_t(token) * kOwnMlaVDim + c]));
+                       });
+  }
+};
+
+}

@@ -1,0 +1,126 @@
+// LatentMoE: router and latent beside the shared expert, the choice, the routed experts, their norm and way back.
+#pragma once
+#include "expert_core.cuh"
+#include "norm_core.cuh"
+#include "stages/common.cuh"
+#include "route_core.cuh"
+
+namespace stage {
+
+struct moe_in_rows {   // tiles: gate and up of the shared expert in turn, then router, then latent-down
+  static constexpr int kShared = 2 * tiles_of(kOwnSharedIntermediateSize), kRouter = kShared, kLatent = kRouter + tiles_of(kOwnNumExperts),
+                       kTotal = kLatent + tiles_of(kOwnRoutedExpertHiddenSize);
+};
+
+struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, true> {
+  static __device__ void other(const Step& s, int row, int token, float v) {   // row of the joined matrix, behind the shared expert
+    typedef moe_in_rows R;
+    if (row >= R::kLatent * kTileRows) {
+      int c = row - R::kLatent * kTileRows;
+      if (c < kOwnRoutedExpertHiddenSize) moe_latent_part(s)[token * kOwnRoutedExpertHiddenSize + c] = float_to_bf16(v);
+    } else {
+      int c = row - R::kRouter * kTileRows;
+      if (c < kOwnNumExperts) router_logits_part(s)[token * kOwnNumExperts + c] = v;
+    }
+  }
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    typedef moe_in_rows R;
+    K3_DYN_SMEM(u8, smem);
+    row_product<Shape, true>(w_moe_in(op), kTiles, ffn_in(s), kHiddenSize, kRows, smem, [&](int row, int token, float even, float odd) {
+      int pair = row / kTileRows, in_tile = row % kTileRows;
+      if (2 * pair < R::kShared) {
+        if (row < kOwnSharedIntermediateSize) shared_act(s)[token * kOwnSharedIntermediateSize + row] = float_to_bf16(situ(even, odd));
+      } else {
+        other(s, 2 * pair * kTileRows + in_tile, token, even);
+        if (2 * pair + 1 < R::kTotal) other(s, (2 * pair + 1) * kTileRows + in_tile, token, odd);
+      }
+    });
+  }
+};
+
+constexpr int kMaxItems = kRows * kNumExpertsPerToken;
+typedef ExpertList<kMaxItems> StepExperts;
+K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
+
+// One block for all rows: chooses, and lists who needs which expert.
+struct route : StageDefaults {
+  static constexpr int kBatch = min_of(kRows, 16), kBlocks = 1, kThreads = 512;
+  typedef RouteShape<kNumExperts, kNumExpertsPerToken, kBatch, kThreads> Choice;
+  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Listing;
+  union Smem {
+    RouteSmem<Choice> choice;
+    ListSmem<Listing> listing;
+  };
+  static constexpr int kSmem = sizeof(Smem);
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    Smem& m = *(Smem*)smem;
+    grid_wait();
+    grid_launch_next();
+    for (int first = 0; first < kRows; first += kBatch)
+      route_rows<Choice>(router_logits(s), w_e_score_correction_bias(op), row_slot(s), first, kBatch, kRoutedScalingFactor, expert_ids(s), expert_weights(s), m.choice);
+    StepExperts& to = *step_experts(s);
+    list_experts<Listing>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, m.listing);
+  }
+};
+
+struct expert_up : StageDefaults {
+  typedef ExpertUpShape<kExpertW13Leaves, kExpertW13Steps, kMaxItems, min_of(kExpertW13Leaves, 8)> Shape;
+  static constexpr int kResident = 2, kBlocks = kResident * kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
+                             step_experts(s), smem, [&](int item, int row, float gate, float up) {
+      if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
+    });
+  }
+};
+
+// The routed experts' half; shared_down is the other kernel of the stage.
+struct moe_down : StageDefaults {
+  typedef ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, kRows> Shape;
+  static constexpr int kBlocks = tiles_of(kRoutedExpertHiddenSize), kThreads = Shape::kThreads, kSmem = Shape::kSmem;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, expert_weights(s),
+                               kNumExpertsPerToken, kRows, step_experts(s), smem, [&](int row, int token, float v) {
+      if (row < kRoutedExpertHiddenSize) routed_partial(s)[size_t(token) * kRoutedExpertHiddenSize + row] = v;
+    });
+  }
+};
+
+struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, kSharedDownProjSteps> {
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    row_product<Shape>(w_shared_down_proj(op), kTiles, shared_act(s), kOwnSharedIntermediateSize, kRows, smem, [&](int row, int token, float v) {
+      if (row < kHiddenSize) shared_partial(s)[size_t(token) * kHiddenSize + row] = v;
+    });
+  }
+};
+
+struct routed_norm : StageDefaults {
+  static constexpr int kSpread = min_of(kLatentNormLeaves, 8);
+  typedef NormShape<kRoutedExpertHiddenSize, kLatentNormLeaves, kRanks, 0, kSpread, 256> Shape;
+  static constexpr int kBlocks = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    NormRow a = {row_slot(s), nullptr, kMaxRows, routed_parts(s), nullptr, nullptr, nullptr, nullptr, 0, nullptr, w_routed_expert_norm(op),
+                 routed_normed(s), kRmsNormEps};
+    norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] {
+      grid_wait();
+      grid_launch_next();
+    });
+  }
+};
+
+struct latent_up : ProductStage<tiles_of(kOwnHiddenSize), kLatentUpLeaves, kLatentUpSteps> {
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    row_product<Shape>(w_latent_up(op), kTiles, routed_normed(s), kRoutedExpertHiddenSize, kRows, smem, [&](int row, int token, float v) {
+      int at = token * kOwnHiddenSize + row;
+      if (row < kOwnHiddenSize) moe_out_part(s)[at] = v + tree_sum<kRanks>(shared_parts(s) + at, kMaxRows * kOwnHiddenSize);
+    });
+  }
+};
+
+}

@@ -1,10 +1,11 @@
 """`k3cuda info`: true on this machine, right about others, and never failing."""
 import ctypes
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
-from command import k3, k3_json
+from command import ROOT, k3, k3_json
 
 from k3cuda.runtime import machine
 from k3cuda.runtime.machine import PACKAGES, Driver, Gpu
@@ -18,6 +19,12 @@ def installed(line=None, **changes):
     """Versions as if one CUDA line were complete."""
     versions = {name: "1" if extra == "base" or line and line in extra else None for name, (_, extra) in PACKAGES.items()}
     return versions | {"cuda-bindings": line and line[2:] + ".0"} | {name.replace("_", "-"): v for name, v in changes.items()}
+
+
+def test_packages_are_those_of_setup():
+    lists = dict(re.findall(r"^(\w+) = \[\n(.*?)^\]", (ROOT / "setup.py").read_text(encoding="utf-8"), re.M | re.S))
+    named = {n for name, text in lists.items() if name != "TEST" for n in re.findall(r'^ +"([\w-]+)', text, re.M)}
+    assert {"cuda-python" if n == "cuda-bindings" else n for n in PACKAGES} == named   # the one brings the other
 
 
 def test_json_is_true_here():
@@ -92,6 +99,14 @@ def test_driver_outside_the_container(monkeypatch):
     monkeypatch.setattr(machine, "_kernel_module_version", lambda: "580.159.04")
     found = machine.probe_driver()
     assert found.version == "580.159.04" and "--gpus all" in found.problem
+
+
+@pytest.mark.parametrize("line", [
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (builder@host)",
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue Jan  7 20:00:00 UTC 2025"])
+def test_version_of_the_kernel_module(line, monkeypatch):
+    monkeypatch.setattr(machine.Path, "read_text", lambda self: line + "\nGCC version: gcc version 13.3.0\n")
+    assert machine._kernel_module_version() == "580.159.04"
 
 
 def test_a_probe_that_breaks_is_a_line_in_the_report(monkeypatch):

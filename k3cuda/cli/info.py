@@ -35,9 +35,9 @@ def _lines(report: dict):
     yield f"nvrtc     {report['nvrtc'] or 'not found'}"
     yield ""
     yield "packages"
-    for name, package in report["packages"].items():
-        state = package["version"] or f"not installed ({package['extra']} for {package['purpose']})"
-        yield f"  {name:<26} {state}"
+    yield from (f"  {name:<26} {p['version']}" for name, p in report["packages"].items() if p["version"])
+    yield "not installed"
+    yield from (f"  {name:<26} {p['extra']}, for {p['purpose']}" for name, p in report["packages"].items() if not p["version"])
     yield ""
     yield "decode backends"
     for backend in report["decode_backends"]:

@@ -14,7 +14,7 @@ from .. import __version__
 # Distribution -> (what it is needed for, the extra that brings it).
 PACKAGES = {
     "numpy": ("arrays", "base"), "click": ("the command", "base"), "safetensors": ("checkpoints", "base"),
-    "ml_dtypes": ("bfloat16 and float8", "base"), "tiktoken": ("the tokenizer", "base"),
+    "ml_dtypes": ("bfloat16 and float8", "base"), "tiktoken": ("the tokenizer", "base"), "threadpoolctl": ("BLAS threads", "base"),
     "cuda-bindings": ("driver and NVRTC calls", "cu13 or cu12"), "cuda-pathfinder": ("finding CUDA libraries", "cu13 or cu12"),
     "cupy-cuda13x": ("device memory", "cu13"), "nvidia-cuda-nvrtc": ("compiling kernels", "cu13"),
     "nvidia-cuda-runtime": ("headers for kernels", "cu13"), "nvidia-nccl-cu13": ("several GPUs", "cu13"),
@@ -80,7 +80,7 @@ def probe_driver() -> Driver:
 
 def _kernel_module_version() -> str | None:
     try:
-        found = re.search(r"Kernel Module\D*?([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        found = re.search(r"Kernel Module.*?\b(\d{3,}(?:\.\d+)+)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         return None
     return found and found.group(1)

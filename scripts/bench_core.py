@@ -39,6 +39,7 @@ class Shape:
     parts: tuple[int, ...]
     k: int
     leaves: int
+    pair: bool = False   # gate and up meet in one block
 
     @property
     def tiles(self):
@@ -63,8 +64,9 @@ def shapes() -> list[Shape]:
         Shape("mla_in", (cut["q_lora_rank"], cut["mla_cache_dim"], cut["mla_v_dim"]), *whole(h)),
         Shape("mla_q_b", (cut["mla_q_dim"],), *whole(d["q_lora_rank"])),
         Shape("o_proj", (h,), *part(d["kda_dim"])),
-        Shape("moe_in", (cut["num_experts"], cut["routed_expert_hidden_size"]), *whole(h)),
-        Shape("shared_up", (cut["shared_intermediate_size"],) * 2, *whole(h)),
+        Shape("moe_in", (*[cut["shared_intermediate_size"]] * 2, cut["num_experts"], cut["routed_expert_hidden_size"]), *whole(h), True),
+        Shape("router_latent", (cut["num_experts"], cut["routed_expert_hidden_size"]), *whole(h)),
+        Shape("shared_up", (cut["shared_intermediate_size"],) * 2, *whole(h), True),
         Shape("shared_down", (h,), *part(d["shared_intermediate_size"])),
         Shape("latent_up", (cut["hidden_size"],), *whole(d["routed_expert_hidden_size"])),
         Shape("dense_down", (h,), *part(d["intermediate_size"])),
@@ -74,11 +76,11 @@ def shapes() -> list[Shape]:
 
 def layouts(shape: Shape, nt: int, tune: bool) -> dict[str, str]:
     """Layout -> C++ type. "used" is what kernels/row_shape.cuh chooses; --tune adds others around it."""
-    found = {"used": f"RowAuto<{shape.tiles}, {shape.leaves}, {shape.steps}, {nt}>"}
+    found = {"used": f"RowAuto<{shape.tiles}, {shape.leaves}, {shape.steps}, {nt}, {str(shape.pair).lower()}>"}
     if not tune:
         return found
     if shape.leaves == 16:
-        grid = [(1, 16, 1, 1), (1, 8, 1, 2), (2, 4, 1, 4), (2, 2, 1, 8), (2, 16, 1, 1)] if nt == 1 else \
+        grid = [(1, 16, 1, 1), (1, 8, 1, 2), (1, 4, 1, 4), (2, 8, 1, 2), (2, 4, 1, 4), (2, 2, 1, 8), (2, 16, 1, 1)] if nt == 1 else \
                [(2, 2, 4, 8), (2, 4, 2, 4), (2, 2, 2, 8), (1, 16 // nt, max(1, nt // 2), nt)]
     else:
         grid = [(1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 4, 1)] if nt == 1 else [(1, 1, 4, 1), (1, 1, 8, 1), (2, 1, 2, 1)]
@@ -212,7 +214,7 @@ def expert_unit() -> str:
 
 
 # warps and ring (KiB) of up, the same of down, least blocks a multiprocessor of both
-EXPERT_LAYOUTS = [(8, 61, 8, 54, (2, 2)), (8, 61, 16, 54, (2, 1)), (8, 92, 8, 40, (2, 2)), (8, 61, 4, 27, (2, 4))]
+EXPERT_LAYOUTS = [(8, 64, 8, 27, (2, 2)), (8, 92, 8, 40, (1, 2)), (16, 124, 16, 80, (1, 1)), (8, 64, 4, 14, (2, 2))]
 
 
 class Experts:

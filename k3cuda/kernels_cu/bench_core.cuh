@@ -61,6 +61,7 @@ extern "C" __global__ void fill(u32* p, size_t n, u32 seed, int mode) {
   extern "C" __constant__ int NAME##_up_launch[4] = {0, UP::kThreads, UP::kSmem, 1};                                         \
   extern "C" __constant__ int NAME##_down_launch[4] = {0, DOWN::kThreads, DOWN::kSmem, 1};
 
+#ifndef K3_HOST_SHIM
 // Expands and multiplies packed weights that already lie in shared memory, as fast as one block a multiprocessor can.
 // cycles[block]: clocks that `rounds` passes over the same kTiles tiles' leaves took.
 template <int kGroups, int kTiles>
@@ -88,3 +89,4 @@ extern "C" __global__ void __launch_bounds__(512, 1) expand_mxfp4_rate(const u8*
   K3_DYN_SMEM(u8, smem);
   expand_rate<7, 48>(w, out, cycles, rounds, smem);
 }
+#endif

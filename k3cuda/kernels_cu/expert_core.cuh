@@ -55,7 +55,7 @@ struct CopyRing {
 // ---- w1 and w3: rows of the latent in, gate and up out ----
 //   kLeaves, kGroups  leaves of K, and 32-groups in each
 //   kWK               warps of a block, along leaves
-template <int kLeaves_, int kGroups_, int kMaxItems_, int kWK_ = 8, int kRing_ = 92 * 1024>
+template <int kLeaves_, int kGroups_, int kMaxItems_, int kWK_ = 8, int kRing_ = 64 * 1024>
 struct ExpertUpShape {
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kWK = kWK_, kThreads = kWK * kWarpSize;
   static constexpr int kWarpLeaves = kLeaves / kWK, kLeafBytes = mxfp4_leaf_bytes(kGroups), kChunk = kWarpLeaves * kLeafBytes;
@@ -63,7 +63,7 @@ struct ExpertUpShape {
   static constexpr int kTokenStride = kTileRows + 4, kPartial = kEntryTokens * kTokenStride;   // floats
   static constexpr int kBarrierAt = kWK * kSlots * kChunk;
   static constexpr int kPartialAt = (kBarrierAt + kWK * kSlots * 8 + 15) / 16 * 16;
-  static constexpr int kListAt = kPartialAt + 2 * kWK * kPartial * 4;
+  static constexpr int kListAt = kPartialAt + 2 * 2 * kWK * kPartial * 4;
   static constexpr int kSmem = kListAt + sizeof(ExpertList<kMaxItems>);
   static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
 };
@@ -79,7 +79,7 @@ template <class S, class Epilogue>
 K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int stride, int top_k,
                                  const ExpertList<S::kMaxItems>* from, u8* smem, Epilogue&& epilogue) {
   CopyRing<S::kSlots, S::kChunk> ring(smem, (u64*)(smem + S::kBarrierAt));
-  float* partial = (float*)(smem + S::kPartialAt);   // [gate, up][leaf warp][token][row]
+  float* partials = (float*)(smem + S::kPartialAt);   // [parity][gate, up][leaf warp][token][row]
   auto& list = *(ExpertList<S::kMaxItems>*)(smem + S::kListAt);
   grid_launch_next();
   grid_wait();
@@ -119,11 +119,12 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       if (lane_id() == 0) issue(ring.slot);
       ring.next();
     }
-    __syncthreads();   // the unit before has been read
+    float* partial = partials + unit % 2 * 2 * S::kWK * S::kPartial;
     K3_UNROLL
     for (int t = 0; t < 2; ++t) store_partial(partial + (t * S::kWK + warp_id()) * S::kPartial, S::kTokenStride, sum[t]);
-    __syncthreads();
-    for (int i = threadIdx.x; i < count * kTileRows; i += S::kThreads) {
+    __syncthreads();   // whoever finished the unit before the last is here, so one barrier serves two buffers
+    // Other warps finish each time, so that none falls behind.
+    for (int i = (int(threadIdx.x) + unit * kWarpSize) % S::kThreads; i < count * kTileRows; i += S::kThreads) {
       const float* p = partial + i / kTileRows * S::kTokenStride + i % kTileRows;
       epilogue(list.item[first + i / kTileRows], (unit - entry * tile_pairs) * kTileRows + i % kTileRows,
                tree_sum<S::kWK>(p, S::kPartial), tree_sum<S::kWK>(p + S::kWK * S::kPartial, S::kPartial));
@@ -134,47 +135,44 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
 // ---- w2: a row's experts summed in rising id inside a leaf, then the tree over leaves ----
 //   kLeaves, kGroups  of this rank
 //   kRows             rows of a step at most
-template <int kLeaves_, int kGroups_, int kMaxItems_, int kRows_, int kWarps_ = 16, int kRing_ = 54 * 1024>
+template <int kLeaves_, int kGroups_, int kMaxItems_, int kRows_, int kWarps_ = 8, int kRing_ = 27 * 1024>
 struct ExpertDownShape {
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRows = kRows_, kWarps = kWarps_;
   static constexpr int kThreads = kWarps * kWarpSize, kLeafBytes = mxfp4_leaf_bytes(kGroups);
   static constexpr int kSlots = max_of(1, kRing_ / (kWarps * kLeafBytes));
-  static constexpr int kTokenStride = kTileRows + 4, kPartial = kEntryTokens * kTokenStride;
   static constexpr int kBarrierAt = kWarps * kSlots * kLeafBytes;
-  static constexpr int kPartialAt = (kBarrierAt + kWarps * kSlots * 8 + 15) / 16 * 16;
-  static constexpr int kSumAt = kPartialAt + 2 * kWarps * kPartial * 4;
-  static constexpr int kItemAt = kSumAt + kLeaves * kRows * kTileRows * 4;
-  static constexpr int kListAt = kItemAt + kMaxItems * 8;
-  static constexpr int kSmem = kListAt + sizeof(ExpertList<kMaxItems>);
-};
-
-// An item as the adding threads meet it: its token, where its result begins in the round's results, and its weight.
-struct __align__(8) DownItem {
-  u16 token, result;
-  float weight;
+  static constexpr int kResultAt = (kBarrierAt + kWarps * kSlots * 8 + 15) / 16 * 16;
+  static constexpr int kSumAt = kResultAt + kMaxItems * kTileRows * 4;
+  static constexpr int kWeightAt = kSumAt + (kLeaves > 1 ? kLeaves * kRows * kTileRows * 4 : 0);
+  static constexpr int kListAt = kWeightAt + kMaxItems * 4;
+  static constexpr int kExpertAt = kListAt + (sizeof(ExpertList<kMaxItems>) + 3) / 4 * 4;
+  static constexpr int kSmem = kExpertAt + 2 * kMaxItems * 2;
 };
 
 // One block a 16-row tile. w: [expert][tile][leaf]. x: activations [item][stride]. weights: of every item.
 // epilogue(row, token, value) runs for every token below `rows`; one without experts gets zero.
-// Warps take entries in turn, one each a round; after a round some of them add its results, all items of a token by one thread and in
-// entry order, while the others go on.
+// Warps take entries in turn and leave each item's result in shared memory; no barrier until a leaf is done. Then every token adds
+// its own items in rising expert id.
 template <class S, class Epilogue>
 K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int stride, const float* weights, int top_k, int rows,
                                    const ExpertList<S::kMaxItems>* from, u8* smem, Epilogue&& epilogue) {
-  constexpr int kClasses = 8, kAdders = kClasses * kTileRows;   // adding threads: one a tile row and a class of tokens
-  static_assert(S::kThreads % kAdders == 0, "adders are whole teams");
+  constexpr u16 kNone = 0xffff;
   CopyRing<S::kSlots, S::kLeafBytes> ring(smem, (u64*)(smem + S::kBarrierAt));
-  float* partial = (float*)(smem + S::kPartialAt);   // [parity][warp][token][row]
-  float* sums = (float*)(smem + S::kSumAt);          // [leaf][row of the step][row of the tile]
-  DownItem* down = (DownItem*)(smem + S::kItemAt);
+  float* results = (float*)(smem + S::kResultAt);    // [item][row of the tile]
+  float* sums = (float*)(smem + S::kSumAt);          // [leaf][row of the step][row of the tile], where there are several leaves
+  float* weight = (float*)(smem + S::kWeightAt);     // [item]
   auto& list = *(ExpertList<S::kMaxItems>*)(smem + S::kListAt);
-  for (int i = threadIdx.x; i < S::kLeaves * S::kRows * kTileRows; i += S::kThreads) sums[i] = 0.f;
+  u16* expert = (u16*)(smem + S::kExpertAt);         // [item]; kNone: the row is not live
+  u16* order = expert + S::kMaxItems;                // [row][rank] -> item
+  const int items = rows * top_k, tile = blockIdx.x;
+  for (int i = threadIdx.x; i < items; i += S::kThreads) expert[i] = order[i] = kNone;
   grid_launch_next();
   grid_wait();
+  for (int i = threadIdx.x; i < items; i += S::kThreads) weight[i] = *(volatile const float*)(weights + i);
   load_list(list, from, S::kThreads);
-  const int entries = list.entries, tile = blockIdx.x;
+  const int entries = list.entries;
   struct Turn { int entry, leaf; } now{warp_id(), 0}, ahead{warp_id(), 0};   // of this warp; leaf == kLeaves: done
-  auto settle = [&](Turn& t) { if (t.entry >= entries) t.entry = warp_id(), t.leaf = warp_id() < entries ? t.leaf + 1 : S::kLeaves; };
+  auto settle = [&](Turn& t) { if (t.entry >= entries) t.entry = warp_id(), ++t.leaf; };
   auto issue = [&](int to) {
     if (ahead.leaf >= S::kLeaves) return;
     ring.issue(to, w + ((size_t(entry_expert(list.entry[ahead.entry])) * tiles + tile) * S::kLeaves + ahead.leaf) * S::kLeafBytes);
@@ -193,47 +191,51 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
     for (int s = 0; s < S::kSlots; ++s) issue(s);
   uint4 next[S::kGroups];
   load_x(next, now);
-  for (int e = threadIdx.x; e < entries; e += S::kThreads) {   // seen by the adders after the first round's barrier
-    int first = entry_first(list.entry[e]), end = entry_first(list.entry[e + 1]);
-    for (int i = first; i < end; ++i)
-      down[i] = {u16(list.item[i] / top_k), u16(e % S::kWarps * S::kPartial + (i - first) * S::kTokenStride),
-                 *(volatile const float*)(weights + list.item[i])};
+  for (int e = threadIdx.x; e < entries; e += S::kThreads)
+    for (int i = entry_first(list.entry[e]); i < entry_first(list.entry[e + 1]); ++i) expert[list.item[i]] = u16(entry_expert(list.entry[e]));
+  __syncthreads();
+  for (int i = threadIdx.x; i < items; i += S::kThreads) {   // an item's rank: how many experts of its row have a lower id
+    int row = i / top_k, rank = 0;
+    for (int p = 0; p < top_k; ++p) rank += expert[row * top_k + p] < expert[i];
+    if (expert[i] != kNone) order[row * top_k + rank] = u16(i);
   }
-  int round = 0;
 #pragma unroll 1
-  for (int leaf = 0; leaf < S::kLeaves; ++leaf)
+  for (int leaf = 0; leaf < S::kLeaves; ++leaf) {
 #pragma unroll 1
-    for (int base = 0; base < entries; base += S::kWarps, ++round) {
-      float* results = partial + (round & 1) * S::kWarps * S::kPartial;
-      if (base + warp_id() < entries) {
-        uint4 held[S::kGroups];
-        K3_UNROLL
-        for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next[i]);
-        now.entry += S::kWarps;
-        settle(now);
-        load_x(next, now);
-        float sum[4];
-        mxfp4_leaf<S::kGroups>(sum, ring.take(), held);
-        __syncwarp();
-        if (lane_id() == 0) issue(ring.slot);
-        ring.next();
-        store_partial(results + warp_id() * S::kPartial, S::kTokenStride, sum);
-      }
-      __syncthreads();   // whoever added the round before the last is here, so one barrier serves two buffers
-      int adder = int(threadIdx.x) - round % (S::kThreads / kAdders) * kAdders;
-      if (adder >= 0 && adder < kAdders) {
-        int row = adder % kTileRows, mine = adder / kTileRows;
-        float* leaf_sums = sums + leaf * S::kRows * kTileRows + row;
-        const float* result = results + row;
-        int end = entry_first(list.entry[min_of(base + S::kWarps, entries)]);
-#pragma unroll 4
-        for (int i = entry_first(list.entry[base]); i < end; ++i) {
-          DownItem item = down[i];
-          if (item.token % kClasses == mine) leaf_sums[item.token * kTileRows] = fmaf(item.weight, result[item.result], leaf_sums[item.token * kTileRows]);
-        }
+    for (int entry = warp_id(); entry < entries; entry += S::kWarps) {
+      uint4 held[S::kGroups];
+      K3_UNROLL
+      for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next[i]);
+      now.entry += S::kWarps;
+      settle(now);
+      load_x(next, now);
+      float sum[4];
+      mxfp4_leaf<S::kGroups>(sum, ring.take(), held);
+      __syncwarp();
+      if (lane_id() == 0) issue(ring.slot);
+      ring.next();
+      int first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
+      K3_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        int token = lane_id() % 4 * 2 + i % 2;
+        if (token < count) results[list.item[first + token] * kTileRows + lane_id() / 4 + i / 2 * 8] = sum[i];
       }
     }
-  __syncthreads();
-  for (int i = threadIdx.x; i < rows * kTileRows; i += S::kThreads)
-    epilogue(tile * kTileRows + i % kTileRows, i / kTileRows, tree_sum<S::kLeaves>(sums + i, S::kRows * kTileRows));
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * kTileRows; i += S::kThreads) {
+      int token = i / kTileRows, row = i % kTileRows;
+      float sum = 0.f;
+      for (int rank = 0; rank < top_k; ++rank) {
+        int item = order[token * top_k + rank];
+        if (item == kNone) break;
+        sum = fmaf(weight[item], results[item * kTileRows + row], sum);
+      }
+      if constexpr (S::kLeaves == 1) epilogue(tile * kTileRows + row, token, sum);
+      else sums[(leaf * S::kRows + token) * kTileRows + row] = sum;
+    }
+    if constexpr (S::kLeaves > 1) __syncthreads();
+  }
+  if constexpr (S::kLeaves > 1)
+    for (int i = threadIdx.x; i < rows * kTileRows; i += S::kThreads)
+      epilogue(tile * kTileRows + i % kTileRows, i / kTileRows, tree_sum<S::kLeaves>(sums + i, S::kRows * kTileRows));
 }

@@ -1,0 +1,93 @@
+"""Kernels around the cores with a plain store, for the shim and for a GPU: the same source, the same inputs."""
+import numpy as np
+
+from k3cuda.runtime import repack
+
+# name -> (output rows, leaves, k-steps a leaf, C++ layout). Layouts of one product must give the same bytes on a GPU.
+PRODUCTS = {
+    "auto": (40, 16, 2, "RowAuto<3, 16, 2, {nt}>"),
+    "one_leaf": (48, 1, 5, "RowAuto<3, 1, 5, {nt}>"),
+    "two_leaves": (64, 2, 6, "RowAuto<4, 2, 6, {nt}>"),
+    "narrow": (40, 16, 2, "RowShape<16, 2, 1, {nt}, 4, 1, 1, 4096>"),
+    "direct": (40, 16, 2, "RowShape<16, 2, 2, {nt}, 8, 1, 1, 0>"),
+    "streamed": (40, 16, 2, "RowShape<16, 2, 2, {nt}, 2, 2, 1, 16384, false>"),
+}
+ON_HOST = ("one_leaf", "two_leaves", "narrow", "direct", "streamed")   # no clusters
+
+
+def row_source(name: str, nt: int) -> str:
+    rows, _, _, layout = PRODUCTS[name]
+    tiles = repack.tiles_of(rows)
+    return (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef {layout.format(nt=nt)} {name}_{nt}_shape;\n'
+            f"K3_BENCH_ROWS({name}_{nt}, {tiles}, {name}_{nt}_shape)\n")
+
+
+def row_case(name: str, seed: int = 0):
+    """(packed weights, tokens bf16 [64, k], float64 result [64, padded rows])."""
+    rows, leaves, steps, _ = PRODUCTS[name]
+    rng, k = np.random.default_rng(seed), leaves * steps * 16
+    w, x = to_bf16(rng.standard_normal((rows, k))), to_bf16(rng.standard_normal((64, k)))
+    want = np.zeros((64, repack.tiles_of(rows) * 16))
+    want[:, :rows] = of_bf16(x) @ of_bf16(w).T
+    return repack.pack_bf16(w, leaves), x, want
+
+
+def to_bf16(a) -> np.ndarray:
+    bits = np.asarray(a, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def of_bf16(bits) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+# ---- experts: a small layer with leaves of an odd and of an even number of groups ----
+
+EXPERTS, TOP_K, LATENT, WIDTH = 12, 4, 16 * 3 * 32, 2 * 2 * 32   # 16 leaves of 3 groups up, 2 leaves of 2 groups down
+MAX_ITEMS = 64 * TOP_K
+EXPERT_SOURCE = (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef ExpertUpShape<16, 3, {MAX_ITEMS}, 8, 16384> up_shape;\n'
+                 f"typedef ExpertDownShape<2, 2, {MAX_ITEMS}, 64, 4, 4096> down_shape;\nK3_BENCH_EXPERTS(small, 1, 1, up_shape, down_shape)\n")
+
+
+class ExpertCase:
+    """Weights of a few experts, tokens, and a routing with one expert that every row chose."""
+
+    def __init__(self, rows: int = 64, seed: int = 0):
+        rng = np.random.default_rng(seed)
+
+        def matrix(out, k):
+            return (rng.integers(0, 256, (EXPERTS, out, k // 2), dtype=np.uint8), rng.integers(110, 130, (EXPERTS, out, k // 32), dtype=np.uint8))
+
+        self.w1, self.w3, self.w2 = matrix(WIDTH, LATENT), matrix(WIDTH, LATENT), matrix(LATENT, WIDTH)
+        packed = [repack.pack_mxfp4(*m, 16) for m in (self.w1, self.w3)]
+        self.w13 = np.stack(packed, axis=2).reshape(EXPERTS, -1, *packed[0].shape[2:])
+        self.w2_packed = repack.pack_mxfp4(*self.w2, 2)
+        self.x = to_bf16(rng.standard_normal((rows, LATENT)))
+        self.act = to_bf16(rng.standard_normal((rows * TOP_K, WIDTH)))
+        self.weights = rng.random((rows, TOP_K), np.float32)
+        others = [rng.permutation(np.arange(1, EXPERTS))[:TOP_K - 1] for _ in range(rows)]
+        self.ids = np.stack([rng.permutation([0, *o]) for o in others]).astype(np.int32)
+
+    def list(self, rows) -> np.ndarray:
+        """The list of experts (ExpertList) for the given rows, as words."""
+        items = sorted((int(self.ids[r, p]), r * TOP_K + p) for r in rows for p in range(TOP_K))
+        entry, start = [], 0
+        for e in sorted({e for e, _ in items}):
+            count = sum(e == other for other, _ in items)
+            entry += [e | first << 16 for first in range(start, start + count, 8)]
+            start += count
+        words = np.full(2 + MAX_ITEMS + 1 + MAX_ITEMS // 2, 0xFFFFFFFF, np.uint32)
+        words[:2] = len(entry), len(items)
+        words[2:3 + len(entry)] = [*entry, len(items) << 16]
+        words[3 + MAX_ITEMS:].view(np.uint16)[:len(items)] = [i for _, i in items]
+        return words
+
+    def want(self):
+        """float64 gate and up of every item [items, 2, WIDTH], and the weighted sum of every row [rows, LATENT]."""
+        from k3cuda.reference.mxfp4 import dequantize
+        w1, w3, w2 = (dequantize(*m).astype(np.float64) for m in (self.w1, self.w3, self.w2))
+        x, act, ids = of_bf16(self.x), of_bf16(self.act), self.ids.reshape(-1)
+        rows = np.arange(len(ids)) // TOP_K
+        gate_up = np.stack([np.stack([w1[e] @ x[r], w3[e] @ x[r]]) for e, r in zip(ids, rows)])
+        down = np.stack([w2[e] @ a for e, a in zip(ids, act)]) * self.weights.reshape(-1, 1)
+        return gate_up, down.reshape(-1, TOP_K, LATENT).sum(1)

@@ -1,0 +1,37 @@
+"""Builds CUDA C++ for the CPU with g++ and the shim, and launches its kernels on NumPy arrays."""
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from k3cuda.runtime.cuda_jit import KERNELS
+
+HERE = Path(__file__).resolve().parent
+COMPILER = shutil.which("g++")
+
+
+def build(source: str, kernels, folder: Path, headers: dict[str, str] | None = None) -> ctypes.CDLL:
+    """The library of one translation unit; `headers` are generated ones."""
+    for name, text in (headers or {}).items():
+        (folder / name).write_text(text)
+    unit, out = folder / "unit.cpp", folder / "unit.so"
+    unit.write_text(source + "".join(f"K3_SHIM_EXPORT({k})\n" for k in kernels))
+    done = subprocess.run([COMPILER, "-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-w", "-DK3_HOST_SHIM", "-include",
+                           str(HERE / "k3_host_shim.h"), f"-I{folder}", f"-I{KERNELS}", str(unit), "-o", str(out)], capture_output=True, text=True)
+    if done.returncode:
+        raise AssertionError(done.stderr[:4000])
+    return ctypes.CDLL(str(out))
+
+
+def launch(library, name: str, grid: int, threads: int, arguments, shared: int = 0, seed: int = 0) -> None:
+    """`seed` other than 0 visits threads in a shuffled order, which exposes a missing barrier."""
+    values = [ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+    three = ctypes.c_uint * 3
+    getattr(library, f"k3_shim_{name}")(three(grid, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), 0, ctypes.c_uint(seed), pointers)
+
+
+def constants(library, name: str, count: int) -> tuple[int, ...]:
+    return tuple((ctypes.c_int32 * count).in_dll(library, name))

@@ -1,0 +1,47 @@
+"""The cores' own device code under g++, against NumPy: sums, layouts, MXFP4 values, what is written and what isn't.
+
+The shim runs logic, not the machine: bytes, speed and memory order are tests/gpu/test_core.py's matter.
+"""
+import ctypes
+
+import core_units as u
+import numpy as np
+import pytest
+from shim import host
+
+pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
+F32_SUMS = 2e-6   # relative error of sums of at most 1536 products in F32, as norms
+
+
+@pytest.mark.parametrize("name", u.ON_HOST)
+@pytest.mark.parametrize("nt, first, rows", [(1, 0, 8), (1, 3, 5), (2, 0, 13)])
+def test_rows(tmp_path, name, nt, first, rows):
+    library = host.build(u.row_source(name, nt), [f"{name}_{nt}"], tmp_path)
+    packed, x, want = u.row_case(name)
+    grid, threads, shared, cluster = host.constants(library, f"{name}_{nt}_launch", 4)
+    assert cluster == 1
+    x[first + rows:] = 0x7FC0   # NaN beside the live rows
+    y = np.full(want.shape, np.nan, np.float32)
+    host.launch(library, f"{name}_{nt}", grid, threads, [packed, ctypes.c_int(len(packed)), x[first:], ctypes.c_int(x.shape[1]), ctypes.c_int(rows),
+                                                        y[first:], ctypes.c_int(y.shape[1])], shared, seed=first + 1)
+    live, want = y[first:first + rows], want[first:first + rows]
+    assert np.linalg.norm(live - want) < F32_SUMS * np.linalg.norm(want)
+    assert np.isnan(np.delete(y, range(first, first + rows), axis=0)).all()
+
+
+def test_experts(tmp_path):
+    library = host.build(u.EXPERT_SOURCE, ["small_up", "small_down"], tmp_path)
+    case, rows, count = u.ExpertCase(rows=20), [0, 1, 2, 3, 4, 7, 9, 11, 12, 19], ctypes.c_int   # ten rows share expert 0: two entries
+    gate_up, total = case.want()
+    up, down = np.full((20 * u.TOP_K, 2, u.WIDTH), np.nan, np.float32), np.full((20, u.LATENT), np.nan, np.float32)
+    words = case.list(rows)
+    _, threads, shared, _ = host.constants(library, "small_up_launch", 4)
+    host.launch(library, "small_up", 3, threads, [case.w13, count(u.WIDTH // 16), case.x, count(u.LATENT), count(u.TOP_K), words, up], shared, seed=1)
+    _, threads, shared, _ = host.constants(library, "small_down_launch", 4)
+    host.launch(library, "small_down", u.LATENT // 16, threads, [case.w2_packed, count(u.LATENT // 16), case.act, count(u.WIDTH), case.weights,
+                                                                 count(u.TOP_K), count(20), words, down], shared, seed=2)
+    items = [r * u.TOP_K + p for r in rows for p in range(u.TOP_K)]
+    assert np.linalg.norm(up[items] - gate_up[items]) < F32_SUMS * np.linalg.norm(gate_up[items])
+    assert np.isnan(np.delete(up, items, axis=0)).all()
+    assert np.linalg.norm(down[rows] - total[rows]) < F32_SUMS * np.linalg.norm(total[rows])
+    assert not np.delete(down, rows, axis=0).any()

@@ -4,91 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine_oracle import EOS, VOCAB, Letters, alone, collect, drive, request, run, text_of
 from fake_backend import FakeBackend, fake_logits
 from hypothesis import given, settings, strategies as st
 
 from k3cuda.config import PAGE_SIZE
-from k3cuda.errors import K3Error, NumericalError, OutOfMemory, PromptTooLong, UsageError
+from k3cuda.errors import NumericalError, PromptTooLong, UsageError
 from k3cuda.reference.sample import sample_row
 from k3cuda.runtime.engine import Engine
 from k3cuda.runtime.request import Request
 from k3cuda.runtime.sampling import Draw, SamplingParams
 from k3cuda.runtime.text_stream import TextStream
-
-VOCAB = 24     # small, so that stop tokens and stop strings are met by chance
-EOS = (20, 23)  # without text, as the release's end token
-
-
-class Letters:
-    """A tokenizer: ids 0 to 19 are one to three letters of a small alphabet, the rest has no text."""
-
-    @staticmethod
-    def token_bytes(i):
-        return ("abc"[i % 3] + "abca"[i // 3 % 4] * (i % 2) + "b" * (i % 5 == 0)).encode() if i < 20 else b""
-
-
-def text_of(params):
-    return TextStream(Letters, params.stop)
-
-
-def alone(prompt, params, *, context, eos=EOS, bad=lambda tokens: False):
-    """What a request must give: (ids, text, finish_reason, stop_reason), by brute force over whole prefixes and whole texts."""
-    tokens, text = list(prompt), ""
-    limit = min(params.max_tokens or context, context - len(prompt))
-    while True:
-        output = tokens[len(prompt):]
-        if bad(tokens):
-            return output, text, "error", None
-        draw = Draw(params, params.seed, len(tokens), prompt_ids=list(prompt), output_ids=output)
-        token = sample_row(fake_logits(tokens, VOCAB), draw).token_id
-        tokens.append(token)
-        output.append(token)
-        if token in eos and not params.ignore_eos:
-            return output, text + Letters.token_bytes(token).decode(), "stop", None
-        if token in params.stop_token_ids:
-            return output, text, "stop", token
-        before, text = text, text + Letters.token_bytes(token).decode()
-        for end in range(len(before) + 1, len(text) + 1):  # the match that ends first, of several the longest
-            hits = [s for s in params.stop if text[:end].endswith(s)]
-            if hits:
-                hit = max(hits, key=len)
-                return output, text[:end - len(hit)], "stop", hit
-        if len(output) == limit:
-            return output, text, "length", None
-
-
-def drive(engine, most=5000):
-    """Steps until nothing is left; {request_id: (ids, text, finish_reason, stop_reason)} and the last event of each."""
-    answers, last = {}, {}
-    for _ in range(most):
-        collect(engine.step(), answers, last)
-        if not engine.has_work:
-            return answers, last
-    raise AssertionError("the engine does not come to an end")
-
-
-def collect(events, answers, last):
-    for e in events:
-        ids, text = answers.get(e.request_id, ([], ""))[:2]
-        assert e.request_id not in last, "an event after the end"
-        answers[e.request_id] = (ids + list(e.token_ids), text + e.delta.content, e.finish_reason, e.stop_reason)
-        if e.finish_reason:
-            last[e.request_id] = e
-
-
-def run(requests, **backend):
-    engine = Engine(FakeBackend(VOCAB, **backend))
-    for request in requests:
-        engine.add(request)
-    answers, last = drive(engine)
-    assert engine.scheduler.free == (engine.scheduler.num_slots, engine.scheduler.num_pages)
-    return answers, last, engine
-
-
-def request(name, prompt, text=True, **given_):
-    params = SamplingParams(**{"seed": 1, "max_tokens": 12} | given_).resolved({})
-    return Request(name, prompt, params, EOS, text_of(params) if text else None)
-
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=150)
 parameters = st.fixed_dictionaries({"seed": st.integers(0, 2**64 - 1), "max_tokens": st.integers(1, 30), "ignore_eos": st.booleans()}, optional={
@@ -321,114 +247,3 @@ def test_a_row_that_is_not_finite_ends_only_its_own_request():
     for name in ("well", "later"):
         assert answers[name] == run([request(name, names[name], ignore_eos=True)])[0][name]
         assert last[name].error is None
-
-
-# Trouble from below and from above
-
-# Calls of a step on one running request: step, sample, commit; the first step opens two slots before them.
-@pytest.mark.parametrize("call", range(8))
-@pytest.mark.parametrize("raised, want", [(RuntimeError("lost"), K3Error), (MemoryError("full"), OutOfMemory), (NumericalError("own"), NumericalError)])
-def test_a_failing_backend_ends_what_runs_and_nothing_else(call, raised, want):
-    engine = Engine(FakeBackend(VOCAB, num_slots=2, fail={call: raised}))
-    for name in "abc":
-        engine.add(request(name, [1, 2], ignore_eos=True))
-    answers, last = drive(engine)
-    assert [last[n].finish_reason for n in "abc"] == ["error", "error", "length"] if call else ["error", "length", "length"]
-    assert isinstance(last["a"].error, want) and str(raised) in str(last["a"].error)
-    assert answers["c"] == run([request("c", [1, 2], ignore_eos=True)])[0]["c"]
-    assert engine.scheduler.free == (2, engine.scheduler.num_pages)
-
-
-def test_an_interrupt_is_raised_and_then_told():
-    engine = Engine(FakeBackend(VOCAB, num_slots=1, fail={3: KeyboardInterrupt()}))
-    engine.add(request("a", [1], ignore_eos=True))
-    engine.add(request("b", [2], ignore_eos=True))
-    answers, last = {}, {}
-    with pytest.raises(KeyboardInterrupt):
-        for _ in range(9):
-            collect(engine.step(), answers, last)
-    more, ends = drive(engine)
-    assert ends["a"].finish_reason == "abort" and ends["b"].finish_reason == "length"
-    assert more["b"] == run([request("b", [2], ignore_eos=True)])[0]["b"]
-
-
-def test_a_reader_that_fails_is_its_own_requests_trouble():
-    class Broken(TextStream):
-        def feed(self, token_id):
-            raise ValueError("cannot read this")
-
-    class BrokenAtTheEnd(TextStream):
-        def finish(self):
-            raise ValueError("cannot finish this")
-
-    requests = [replace(request("feed", [1]), text=Broken(Letters)), replace(request("finish", [1]), text=BrokenAtTheEnd(Letters)), request("well", [1])]
-    answers, last, _ = run(requests)
-    assert [last[n].finish_reason for n in ("feed", "finish")] == ["error", "error"]
-    assert "cannot read this" in str(last["feed"].error) and "cannot finish this" in str(last["finish"].error)
-    assert answers["well"] == run([request("well", [1])])[0]["well"]
-
-
-def test_abort_frees_at_once_and_is_told_once():
-    engine = Engine(FakeBackend(VOCAB, num_slots=1))
-    for name in "ab":
-        engine.add(request(name, [1], ignore_eos=True))
-    engine.step()
-    engine.abort("a")
-    assert engine.scheduler.free == (1, engine.scheduler.num_pages)
-    engine.abort("a")
-    engine.abort("unknown")
-    engine.abort("b")
-    events = engine.step()
-    assert [(e.request_id, e.finish_reason) for e in events] == [("a", "abort"), ("b", "abort")]
-    assert events[0].stats.completion_tokens == 1 and events[1].stats.ttft_s is None
-    assert not engine.has_work and engine.step() == []
-
-
-def test_close_ends_everything_and_may_be_repeated():
-    engine = Engine(FakeBackend(VOCAB))
-    engine.add(request("a", [1]))
-    engine.close()
-    engine.close()
-    assert engine.backend.closed and [e.finish_reason for e in engine.step()] == ["abort"]
-
-
-# Measures
-
-def test_times_are_those_of_the_clock():
-    # Calls: two arrivals, admission of a, end of step 1 (a's prompt of 100 needs two), of 2, 3, 4, then b.
-    times = iter([1.0, 2.0, 4.0, 5.0, 8.0, 9.0, 11.0, 20.0, 21.0])
-    engine = Engine(FakeBackend(VOCAB, num_slots=1), clock=lambda: next(times))
-    engine.add(request("a", [1] * 100, max_tokens=3, ignore_eos=True))
-    engine.add(request("b", [1], max_tokens=1))
-    last = drive(engine)[1]
-    a, b = last["a"].stats, last["b"].stats
-    assert (a.ttft_s, a.decode_s, a.tpot_ms, a.tok_per_s, a.prefill_tok_per_s) == (8 - 1, 11 - 8, 1500.0, 2 / 3, 100 / (8 - 4))
-    assert (b.ttft_s, b.decode_s, b.tpot_ms, b.tok_per_s, b.prefill_tok_per_s) == (21 - 2, 0, None, None, 1.0)
-
-
-# Teacher forcing
-
-def test_logits_are_forced_beside_what_runs():
-    engine = Engine(FakeBackend(VOCAB, num_slots=2, max_model_len=100))
-    engine.add(request("r", [4, 5], ignore_eos=True))
-    answers, last = {}, {}
-    collect(engine.step(), answers, last)
-    ids = [i % VOCAB for i in range(70)]  # more than a page
-    got = engine.logits(ids)
-    assert got.dtype == np.float32 and got.tobytes() == np.stack([fake_logits(ids[:i + 1], VOCAB) for i in range(70)]).tobytes()
-    while engine.has_work:
-        collect(engine.step(), answers, last)
-    assert answers["r"] == run([request("r", [4, 5], ignore_eos=True)])[0]["r"]
-    assert engine.scheduler.free[0] == 2
-
-
-def test_logits_refuse_what_does_not_fit():
-    engine = Engine(FakeBackend(VOCAB, num_slots=1, max_model_len=10))
-    assert engine.logits([1] * 10).shape == (10, VOCAB)
-    for ids, error in (([], PromptTooLong), ([1] * 11, PromptTooLong), ([VOCAB], UsageError)):
-        with pytest.raises(error):
-            engine.logits(ids)
-    engine.add(request("r", [1]))
-    engine.step()
-    with pytest.raises(UsageError, match="no slot"):
-        engine.logits([1])

@@ -2,8 +2,9 @@
 
     python scripts/bench_cores.py [kda|commit|norm|route ...]
 
-A line is the time a launch takes in a graph of launches that depend on one another, with and without overlap (PDL), and the bytes it
-must move over the first of them. States and weights rotate over more memory than the L2 cache holds; what an earlier kernel of the
+A line has three times of a launch in a graph of dependent launches: behind a kernel of 5 us that lets it start early (what it adds to a
+step whose kernels overlap), in a chain of its own kind that overlaps, and in one that doesn't; then the bytes it must move over the
+first of them. States and weights rotate over more memory than the L2 cache holds; what an earlier kernel of the
 step has just written (parts, projections, logits) stays in the cache, as it would in a step.
 """
 import ctypes
@@ -19,8 +20,8 @@ import core_kernels as ck  # noqa: E402
 D, HEADS, LAYERS, HIDDEN, LATENT, PARTS = 128, 6, 69, 7168, 3584, 16
 C = HEADS * D
 RESIDENT = 96 << 20   # bytes of states that launches rotate over: more than any L2 here
-MIXES = ((1, 2, 1), (2, 2, 1), (4, 2, 1), (4, 1, 1), (8, 1, 1), (2, 4, 1), (4, 4, 1), (8, 2, 1))
-COMMITS = ((1, 2), (2, 2), (4, 2))
+MIXES = ((8, 2, 256), (8, 2, 128), (8, 4), (8, 1), (4, 2, 256), (4, 1), (2, 2, 256), (2, 2, 256, 2), (1, 2), (1, 4, 512))
+COMMITS = ((1, 2), (2, 2), (4, 2), (8, 2), (4, 1), (2, 1))
 NORMS = ((HIDDEN, 16, PARTS, 8, 16, 448), (HIDDEN, 16, PARTS, 8, 8, 448), (HIDDEN, 16, PARTS, 8, 8, 896), (HIDDEN, 16, PARTS, 8, 16, 224),
          (HIDDEN, 16, 1, 8, 16, 448), (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448))
 ROUTES = ((8, 384), (1, 256), (1, 512), (8, 512))
@@ -37,7 +38,13 @@ READ = """extern "C" __global__ void __launch_bounds__(512) read_all(const uint4
   }
   if (acc == 0x12345) out[0] = acc;
 }
+extern "C" __global__ void spacer(int cycles) {
+  grid_wait();
+  grid_launch_next();
+  for (long long start = clock64(); clock64() - start < cycles;) {}
+}
 """
+SPACER = 10000        # clock cycles: some 5 us
 
 
 def uniform(*shape, low=-1.0, high=1.0):
@@ -55,14 +62,15 @@ class Bench:
         self.stream = cp.cuda.Stream(non_blocking=True)
         big = uniform(1 << 29)
         args = [big, ctypes.c_size_t(big.nbytes // 16), cp.zeros(1, cp.uint32)]
-        us = self.chain(extra, 264 * 4, [args] * 2, dependent=False)
-        self.ceiling = big.nbytes / us / 1e3
-        print(f"{self.cores.device.name}: read ceiling {self.ceiling:.0f} GB/s; empty chains cost what 'list' of 8 rows costs at least")
+        self.ceiling = big.nbytes / self.chain([(extra, 264 * 4, args, 0)] * 2, dependent=False) / 1e3
+        self.spacer = (ck.Kernel("spacer", "", 64), 132, [ctypes.c_int(SPACER)], 0)
+        self.space = self.chain([self.spacer] * 32)
+        print(f"{self.cores.device.name}: read ceiling {self.ceiling:.0f} GB/s, spacer {self.space:.2f} us")
 
-    def chain(self, kernel, grid, calls, shared=0, dependent=True, repeats=7):
-        """Median microseconds a launch, in a graph of one launch for each list of arguments."""
+    def chain(self, calls, dependent=True, repeats=7):
+        """Median microseconds a launch, in a graph of the launches (kernel, grid, arguments, shared) one after the other."""
         cp.cuda.Device().synchronize()
-        launches = [self.cores.launcher(kernel, grid, a, shared=shared, stream=self.stream.ptr, dependent=dependent) for a in calls]
+        launches = [self.cores.launcher(k, grid, a, shared=shared, stream=self.stream.ptr, dependent=dependent) for k, grid, a, shared in calls]
         with self.stream:
             self.stream.begin_capture()
             for one in launches:
@@ -79,9 +87,11 @@ class Bench:
         return float(np.median(times[2:]))
 
     def line(self, what, kernel, grid, calls, nbytes, shared=0):
-        over, alone = (self.chain(kernel, grid, calls, shared, dependent) for dependent in (True, False))
-        rate = nbytes / over / 1e3
-        print(f"{what:44} {over:8.2f} us {alone:8.2f} us alone {rate:7.0f} GB/s {100 * rate / self.ceiling:4.0f} %", flush=True)
+        calls = [(kernel, grid, a, shared) for a in calls]
+        behind = 2 * self.chain([c for one in calls for c in (self.spacer, one)]) - self.space
+        over, alone = self.chain(calls), self.chain(calls, dependent=False)
+        rate = nbytes / behind / 1e3
+        print(f"{what:46} {behind:8.2f} {over:8.2f} {alone:8.2f} us {rate:6.0f} GB/s {100 * rate / self.ceiling:3.0f} %", flush=True)
 
 
 def slots_of(rows, sequences, first):
@@ -104,7 +114,7 @@ def bench_mix(b):
         calls = [[ck.fill(ck.KdaMix, row_slot=slots_of(rows, sequences, i * sequences % slots), **common, **w[i])] for i in range(calls_n)]
         nbytes = sequences * (one + 9 * C * 2) + rows * C * (6 + 4 + 2 + 12) + C * (D * 2 + 52)
         for s in MIXES:
-            b.line(f"kda_mix split {s[0]} cols {s[1]} min {s[2]}, {rows} rows of {sequences}", ck.kda_mix(*s), (HEADS * s[0], rows), calls, nbytes,
+            b.line(f"kda_mix {s}, {rows} rows of {sequences}", ck.kda_mix(*s), (HEADS * s[0], rows), calls, nbytes,
                    ck.kda_mix_shared(s[0]))
 
 
@@ -118,8 +128,8 @@ def bench_commit(b):
         calls = [[ck.fill(ck.KdaCommit, row_slot=slots_of(rows, sequences, i * sequences % slots), **common)] for i in range(8)]
         nbytes = LAYERS * (sequences * 2 * (HEADS * D * D * 4 + 9 * C * 2) + rows * C * 18)
         for s in COMMITS:
-            for lanes in {1, min(8, sequences), sequences}:
-                b.line(f"kda_commit split {s[0]} lanes {lanes}, {rows} rows of {sequences}", ck.kda_commit(*s), (HEADS * s[0], lanes, LAYERS), calls,
+            for lanes in sorted({1, min(4, sequences), min(16, sequences)}):
+                b.line(f"kda_commit {s} lanes {lanes}, {rows} rows of {sequences}", ck.kda_commit(*s), (HEADS * s[0], lanes, LAYERS), calls,
                        nbytes)
 
 

@@ -15,8 +15,12 @@ struct KdaCommit {
   bf16* conv_state;                             // [layers][slots][3][history][heads dim]
 };
 
+constexpr int kCommitRows = 256;                // rows of a step at most
+
 template <class S>
 struct KdaCommitSmem {
+  int row_slot[kCommitRows];
+  u8 row_accepted[kCommitRows];
   float k[S::kBatch][S::kDim], fade[S::kBatch][S::kDim], v[S::kBatch][S::kSlice], beta[S::kBatch];
 };
 
@@ -27,12 +31,13 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
   const int tid = threadIdx.x, channels = a.heads * S::kDim;
   const size_t row0 = size_t(layer) * a.record_rows;
   float* state_at = a.state + ((size_t(layer) * a.slots + slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice;
+  const bool holder = tid < S::kHolders;
   KdaState<S> state;
   int accepted = 0, last[S::kHistory];          // rows of the newest accepted inputs, newest last
   for (int r = first;; r += S::kBatch) {
-    int n = kda_batch_rows<S>(a.row_slot, a.rows, r, slot);
-    u32 take = __ballot_sync(kFullWarp, lane_id() < n && a.row_accepted[lane_id() < n ? r + lane_id() : first] != 0);
-    if (take && !accepted) state.load(state_at);
+    int n = kda_batch_rows<S>(m.row_slot, a.rows, r, slot);
+    u32 take = __ballot_sync(kFullWarp, lane_id() < n && m.row_accepted[lane_id() < n ? r + lane_id() : first] != 0);
+    if (take && !accepted && holder) state.load(state_at);
     __syncthreads();                            // the batch before is used up
     for (int i = warp_id(); i < n; i += S::kWarps) {
       if (!(take >> i & 1)) continue;
@@ -46,7 +51,7 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
     __syncthreads();
     for (int i = 0; i < n; ++i) {
       if (!(take >> i & 1)) continue;
-      state.advance(m.k[i], m.fade[i], m.v[i], m.beta[i]);
+      if (holder) state.advance(m.k[i], m.fade[i], m.v[i], m.beta[i]);
       K3_UNROLL
       for (int j = 0; j + 1 < S::kHistory; ++j) last[j] = last[j + 1];
       last[S::kHistory - 1] = r + i;
@@ -55,7 +60,7 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
     if (n < S::kBatch) break;
   }
   if (!accepted) return;
-  state.store(state_at);
+  if (holder) state.store(state_at);
   for (int i = tid; i < 3 * S::kSlice; i += S::kThreads) {
     int which = i / S::kSlice, c = head * S::kDim + part * S::kSlice + i % S::kSlice;
     bf16* window = a.conv_state + ((size_t(layer) * a.slots + slot) * 3 + which) * S::kHistory * channels + c;
@@ -73,11 +78,16 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
 // Sequences `lane`, lane + lanes, ... of the step, counted by their first row.
 template <class S>
 K3_DEVICE void kda_commit(const KdaCommit& a, KdaCommitSmem<S>& m, int layer, int head, int part, int lane, int lanes) {
+  for (int i = threadIdx.x; i < a.rows; i += S::kThreads) {
+    m.row_slot[i] = a.row_slot[i];
+    m.row_accepted[i] = a.row_accepted[i];
+  }
+  __syncthreads();
   int sequence = 0;
   for (int base = 0; base < a.rows; base += kWarpSize) {
     int r = base + lane_id();
-    int slot = r < a.rows ? a.row_slot[r] : -1;
-    u32 starts = __ballot_sync(kFullWarp, slot >= 0 && (r == 0 || a.row_slot[r - 1] != slot));
+    int slot = r < a.rows ? m.row_slot[r] : -1;
+    u32 starts = __ballot_sync(kFullWarp, slot >= 0 && (r == 0 || m.row_slot[r - 1] != slot));
     while (starts) {
       int bit = 0;
       while (!(starts >> bit & 1)) ++bit;

@@ -1,30 +1,12 @@
-// Kimi Delta Attention: decay gate, conv, delta rule, gated norm in one kernel, and the commit that replays accepted rows.
-// Letters: S is a head's state [key, value]. A block owns a slice of value columns of one head of one sequence; S stays in
-// registers, and the rows of the sequence pass through it in order, kBatch at a time.
+// Kimi Delta Attention in one kernel: decay gate, conv, delta rule, gated norm. The rows of a sequence pass through the state of a
+// head in order, a batch of eight at a time; what comes before and after the recurrence is done for the batch at once.
 //
 // Sums, the same for every slicing and row count:
-//   over the 128 keys      a leaf is four neighbouring keys, fmaf in rising order from the first product; 32 leaves are folded by
-//                          adding the upper half onto the lower, five times (distances 16, 8, 4, 2, 1)
+//   over the 128 keys      kda_state.cuh
 //   over 128 channels      squares for the L2 and RMS norms: a balanced tree, neighbours first (docs/numerics.md: 8 chunks of 16)
 //   over f_b's 128 inputs  8 chunks of 16, one MMA from zero each, then neighbours first
 #pragma once
-#include "exchange.cuh"
-
-// kSplit: blocks a head (one cluster). kCols: value columns a thread.
-template <int kDim_, int kWidth_, int kSplit_, int kCols_>
-struct KdaShape {
-  static constexpr int kDim = kDim_, kHistory = kWidth_ - 1, kWidth = kWidth_, kSplit = kSplit_, kCols = kCols_;
-  static constexpr int kGroups = 8;                        // of keys: lane / 4
-  static constexpr int kRuns = kDim / (4 * kGroups);       // leaves a thread holds, 4 kGroups keys apart
-  static constexpr int kSlice = kDim / kSplit;
-  static constexpr int kThreads = kGroups * kSlice / kCols, kWarps = kThreads / kWarpSize;
-  static constexpr int kBatch = 8;                         // rows: the width of one MMA
-  static constexpr int kTiles = kDim / 16, kSteps = kDim / 16;
-  static constexpr int kChannels = 2 * kDim + kSlice;      // q and k whole, v of the slice
-  static constexpr int kItems = (kChannels + kThreads - 1) / kThreads;
-  static constexpr int kGates = kBatch * kSlice / kThreads;
-  static_assert(kDim == 4 * kWarpSize && kThreads % kWarpSize == 0 && kSlice % (4 * kCols) == 0, "a lane's four keys are a leaf");
-};
+#include "kda_state.cuh"
 
 // All of one layer, this rank's heads.
 struct KdaMix {
@@ -45,156 +27,133 @@ struct KdaMix {
   float lower_bound, l2_eps, eps;
 };
 
-// ---- the recurrence, shared by mix and commit: their bytes must agree ----
-
-template <class S>
-struct KdaState {
-  float s[4 * S::kRuns][S::kCols];              // [4 run + i]: key 32 run + 4 group + i
-
-  static K3_DEVICE int group() { return lane_id() / 4; }
-  static K3_DEVICE int column() { return (warp_id() * 4 + lane_id() % 4) * S::kCols; }
-
-  template <class F> K3_DEVICE void each(F f) {
-    K3_UNROLL
-    for (int j = 0; j < S::kRuns; ++j)
-      K3_UNROLL
-      for (int i = 0; i < 4; ++i) f(s[4 * j + i], (j * S::kGroups + group()) * 4 + i);
-  }
-  K3_DEVICE void load(const float* slice) {
-    each([&](float (&v)[S::kCols], int key) {
-      const float* p = slice + size_t(key) * S::kDim + column();
-      if constexpr (S::kCols == 4) { f32x4 t = *(const f32x4*)p; v[0] = t.x; v[1] = t.y; v[2] = t.z; v[3] = t.w; }
-      else if constexpr (S::kCols == 2) { f32x2 t = *(const f32x2*)p; v[0] = t.x; v[1] = t.y; }
-      else v[0] = *p;
-    });
-  }
-  K3_DEVICE void store(float* slice) {
-    each([&](float (&v)[S::kCols], int key) {
-      float* p = slice + size_t(key) * S::kDim + column();
-      if constexpr (S::kCols == 4) *(f32x4*)p = f32x4{v[0], v[1], v[2], v[3]};
-      else if constexpr (S::kCols == 2) *(f32x2*)p = f32x2{v[0], v[1]};
-      else *p = v[0];
-    });
-  }
-  // This thread's leaves of x^T S, folded as far as one thread can.
-  K3_DEVICE void partial(const float* x, float (&sum)[S::kCols]) const {
-    f32x4 a[S::kRuns];
-    K3_UNROLL
-    for (int j = 0; j < S::kRuns; ++j) a[j] = load4(x + (j * S::kGroups + group()) * 4);
-    K3_UNROLL
-    for (int c = 0; c < S::kCols; ++c) {
-      float leaf[S::kRuns];
-      K3_UNROLL
-      for (int j = 0; j < S::kRuns; ++j)
-        leaf[j] = fmaf(a[j].w, s[4 * j + 3][c], fmaf(a[j].z, s[4 * j + 2][c], fmaf(a[j].y, s[4 * j + 1][c], a[j].x * s[4 * j][c])));
-      K3_UNROLL
-      for (int d = S::kRuns / 2; d; d /= 2)
-        K3_UNROLL
-        for (int j = 0; j < d; ++j) leaf[j] += leaf[j + d];
-      sum[c] = leaf[0];
-    }
-  }
-  static K3_DEVICE void fold(float (&sum)[S::kCols]) {
-    K3_UNROLL
-    for (int d = 16; d >= 4; d /= 2)
-      K3_UNROLL
-      for (int c = 0; c < S::kCols; ++c) sum[c] += __shfl_xor_sync(kFullWarp, sum[c], d);
-  }
-  // One token: decay along the keys, predict v from k, correct. `fade` is exp of the log decay.
-  K3_DEVICE void advance(const float* k, const float* fade, const float* v, float beta) {
-    K3_UNROLL
-    for (int j = 0; j < S::kRuns; ++j) {
-      f32x4 f = load4(fade + (j * S::kGroups + group()) * 4);
-      K3_UNROLL
-      for (int c = 0; c < S::kCols; ++c) {
-        s[4 * j][c] *= f.x; s[4 * j + 1][c] *= f.y; s[4 * j + 2][c] *= f.z; s[4 * j + 3][c] *= f.w;
-      }
-    }
-    float seen[S::kCols];
-    partial(k, seen);
-    fold(seen);
-    K3_UNROLL
-    for (int c = 0; c < S::kCols; ++c) seen[c] = beta * (v[column() + c] - seen[c]);
-    K3_UNROLL
-    for (int j = 0; j < S::kRuns; ++j) {
-      f32x4 x = load4(k + (j * S::kGroups + group()) * 4);
-      K3_UNROLL
-      for (int c = 0; c < S::kCols; ++c) {
-        s[4 * j][c] = fmaf(x.x, seen[c], s[4 * j][c]);
-        s[4 * j + 1][c] = fmaf(x.y, seen[c], s[4 * j + 1][c]);
-        s[4 * j + 2][c] = fmaf(x.z, seen[c], s[4 * j + 2][c]);
-        s[4 * j + 3][c] = fmaf(x.w, seen[c], s[4 * j + 3][c]);
-      }
-    }
-  }
-};
-
-// Rows of `slot` from `first` on, at most kBatch: neighbours of one sequence.
-template <class S>
-K3_DEVICE int kda_batch_rows(const int* row_slot, int rows, int first, int slot) {
-  int r = first + lane_id();
-  u32 same = __ballot_sync(kFullWarp, lane_id() < S::kBatch && r < rows && row_slot[r < rows ? r : first] == slot);
-  int n = 0;
-  while (same >> n & 1) ++n;
-  return n;
-}
-
-// ---- mix ----
-
 template <class S>
 struct KdaMixSmem {
   uint4 f_b[S::kTiles][S::kSteps][kWarpSize];
+  f32x4 taps[S::kChannels];
   float q[S::kBatch][S::kDim], k[S::kBatch][S::kDim], fade[S::kBatch][S::kDim];
-  float v[S::kBatch][S::kSlice], o[S::kBatch][S::kSlice], beta[S::kBatch];
+  float v[S::kBatch][S::kSlice], o[S::kBatch][S::kSlice];
+  bf16 inputs[S::kRing][S::kInputs];            // row p of the sequence's rows of this step at p + kHistory
+  float bias[S::kDim], norm[S::kSlice], beta[S::kBatch];
   float squares[2][S::kBatch][S::kSplit];       // of o, by slice; two, so that a fast block can't overwrite what a slow one reads
   u64 inbox[2];
 };
 
-// f_b's rows of this head as MMA operands, each lane's own words, which no other lane reads: they are needed again for every batch of
-// rows and would cost 64 registers. Inside a chunk of 16 inputs lane 4 g + t holds inputs 4 t to 4 t + 3, on both sides.
+// Where vector `i` of a row's conv inputs lies in [3][stride], for this head and slice.
 template <class S>
-K3_DEVICE void kda_load_f_b(KdaMixSmem<S>& m, const bf16* f_b) {
+K3_DEVICE size_t kda_vector_at(int i, int stride, int head, int part) {
+  constexpr int kWhole = S::kDim / 8;
+  int which = i < kWhole ? 0 : i < 2 * kWhole ? 1 : 2, c = (i - which * kWhole) * 8 + (which == 2 ? part * S::kSlice : 0);
+  return size_t(which) * stride + head * S::kDim + c;
+}
+
+// Weights and the conv window, which nothing of this step writes. f_b's rows lie as MMA operands, each lane's own words; inside a
+// chunk of 16 inputs lane 4 g + t holds inputs 4 t to 4 t + 3, on both sides.
+template <class S>
+K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int slot) {
+  const int tid = threadIdx.x, channels = a.heads * S::kDim;
   for (int tile = warp_id(); tile < S::kTiles; tile += S::kWarps) {
-    const bf16* p = f_b + size_t(tile * 16 + lane_id() / 4) * S::kDim + lane_id() % 4 * 4;
+    const bf16* p = a.f_b + (size_t(head) * S::kDim + tile * 16 + lane_id() / 4) * S::kDim + lane_id() % 4 * 4;
     K3_UNROLL
     for (int s = 0; s < S::kSteps; ++s) {
       uint2 low = *(const uint2*)(p + s * 16), high = *(const uint2*)(p + 8 * S::kDim + s * 16);
       m.f_b[tile][s][lane_id()] = uint4{low.x, high.x, low.y, high.y};
     }
   }
+  for (int c = tid; c < S::kChannels; c += S::kThreads) {
+    int which = c / S::kDim < 2 ? c / S::kDim : 2, channel = head * S::kDim + (which < 2 ? c % S::kDim : part * S::kSlice + c - 2 * S::kDim);
+    m.taps[c] = load4((which == 0 ? a.q_conv : which == 1 ? a.k_conv : a.v_conv) + size_t(channel) * S::kWidth);
+  }
+  for (int i = tid; i < S::kHistory * S::kConvVectors; i += S::kThreads) {
+    int j = i / S::kConvVectors, v = i % S::kConvVectors;
+    size_t at = kda_vector_at<S>(v, channels * S::kHistory, head, part) + (size_t(slot) * 3 * S::kHistory + j) * channels;
+    *(uint4*)&m.inputs[j][v * 8] = *(const uint4*)(a.conv_state + at);
+  }
+  for (int c = tid; c < S::kDim; c += S::kThreads) m.bias[c] = a.dt_bias[head * S::kDim + c];
+  for (int c = tid; c < S::kSlice; c += S::kThreads) m.norm[c] = a.o_norm[part * S::kSlice + c];
+}
+
+// What earlier kernels of the step left for a batch of rows, on its way through registers.
+template <class S>
+struct KdaInputs {
+  uint4 vector[S::kVectors];
+  float gate[S::kGates], beta;
+
+  K3_DEVICE void load(const KdaMix& a, int head, int part, int first, int n) {
+    const int tid = threadIdx.x, channels = a.heads * S::kDim;
+    K3_UNROLL
+    for (int i = 0; i < S::kVectors; ++i) {
+      int at = tid + i * S::kThreads, row = at / S::kRowVectors, v = at % S::kRowVectors;
+      if (row >= n) break;
+      const bf16* p = v < S::kConvVectors ? a.qkv + size_t(first + row) * 3 * channels + kda_vector_at<S>(v, channels, head, part)
+                                          : a.f_a + size_t(first + row) * S::kDim + (v - S::kConvVectors) * 8;
+      vector[i] = *(const uint4*)p;
+    }
+    K3_UNROLL
+    for (int i = 0; i < S::kGates; ++i) {
+      int at = tid + i * S::kThreads, row = at / S::kSlice;
+      gate[i] = row < n ? a.out_gate[size_t(first + row) * channels + head * S::kDim + part * S::kSlice + at % S::kSlice] : 0;
+    }
+    if (tid < n) beta = a.beta[size_t(first + tid) * a.heads + head];
+  }
+  K3_DEVICE void store(KdaMixSmem<S>& m, int done, int n) const {
+    K3_UNROLL
+    for (int i = 0; i < S::kVectors; ++i) {
+      int at = threadIdx.x + i * S::kThreads, row = at / S::kRowVectors;
+      if (row < n) *(uint4*)&m.inputs[(done + row + S::kHistory) % S::kRing][at % S::kRowVectors * 8] = vector[i];
+    }
+    if (threadIdx.x < n) m.beta[threadIdx.x] = beta;
+  }
+};
+
+// Conv and SiLU of a batch, two channels a turn. `done`: rows of the sequence before it.
+template <class S>
+K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int done, int n) {
+  constexpr int kPairs = S::kChannels / 2;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < n * kPairs; i += S::kThreads) {
+    int row = i / kPairs, c = i % kPairs * 2;
+    f32x4 t = m.taps[c], u = m.taps[c + 1];
+    u32 x[S::kWidth];
+    K3_UNROLL
+    for (int j = 0; j < S::kWidth; ++j) x[j] = *(const u32*)&m.inputs[(done + row + j) % S::kRing][c];
+    float y = __uint_as_float(x[0] << 16) * t.x, z = __uint_as_float(x[0] & 0xffff0000u) * u.x;
+    y = fmaf(__uint_as_float(x[1] << 16), t.y, y), z = fmaf(__uint_as_float(x[1] & 0xffff0000u), u.y, z);
+    y = fmaf(__uint_as_float(x[2] << 16), t.z, y), z = fmaf(__uint_as_float(x[2] & 0xffff0000u), u.z, z);
+    y = fmaf(__uint_as_float(x[3] << 16), t.w, y), z = fmaf(__uint_as_float(x[3] & 0xffff0000u), u.w, z);
+    f32x2 out = {y * sigmoid(y), z * sigmoid(z)};
+    int v = c - 2 * S::kDim;
+    *(f32x2*)(c < S::kDim ? &m.q[row][c] : v < 0 ? &m.k[row][c - S::kDim] : &m.v[row][v]) = out;
+    if (v >= 0) *(f32x2*)&a.v[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + v] = out;
+  }
 }
 
 // log decay = lower_bound sigmoid(exp(A_log) (f + dt_bias)); its record, and exp of it for the recurrence.
 template <class S>
-K3_DEVICE void kda_gate(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int n) {
-  if (warp_id() >= S::kTiles) return;
+K3_DEVICE void kda_gate(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int done, int n) {
   int g = lane_id() / 4, t = lane_id() % 4;
-  uint2 x[S::kSteps];
-  K3_UNROLL
-  for (int s = 0; s < S::kSteps; ++s)
-    x[s] = g < n ? load_activations((const uint2*)(a.f_a + size_t(first + g) * S::kDim + s * 16 + t * 4)) : uint2{0, 0};
-  float scale = expf(a.a_log[head]);
+  const bf16* x = &m.inputs[(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;
   for (int tile = warp_id(); tile < S::kTiles; tile += S::kWarps) {
     float leaf[S::kSteps][4];
     K3_UNROLL
     for (int s = 0; s < S::kSteps; ++s) {
       K3_UNROLL
       for (int e = 0; e < 4; ++e) leaf[s][e] = 0;
-      mma(leaf[s], m.f_b[tile][s][lane_id()], x[s].x, x[s].y);
+      uint2 f = g < n ? *(const uint2*)(x + s * 16) : uint2{0, 0};
+      mma(leaf[s], m.f_b[tile][s][lane_id()], f.x, f.y);
     }
     K3_UNROLL
     for (int e = 0; e < 4; ++e) {
       int row = 2 * t + e % 2, channel = tile * 16 + g + e / 2 * 8;
-      float f = tree_sum<S::kSteps>(&leaf[0][e], 4);
+      float decay = a.lower_bound * sigmoid(scale * (tree_sum<S::kSteps>(&leaf[0][e], 4) + m.bias[channel]));
       if (row >= n) continue;
-      float decay = a.lower_bound * sigmoid(scale * (f + a.dt_bias[head * S::kDim + channel]));
       m.fade[row][channel] = expf(decay);
-      if (channel / S::kSlice == part) a.decay[size_t(first + row) * a.heads * S::kDim + head * S::kDim + channel] = decay;
+      if (channel / S::kSlice == part) a.decay[(size_t(first + row) * a.heads + head) * S::kDim + channel] = decay;
     }
   }
 }
 
-// Squares of one row of q or k over the head, then unit length; a warp.
+// Rows of q and k to unit length, q times dim^-1/2; a warp a row.
 template <class S>
 K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int n) {
   for (int job = warp_id(); job < 2 * n; job += S::kWarps) {
@@ -202,18 +161,51 @@ K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part,
     bool is_k = job % 2;
     float* p = (is_k ? m.k[row] : m.q[row]) + at;
     f32x4 y = load4(p);
-    float inv = 1.0f / sqrtf(warp_sum((y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w)) + a.l2_eps);
-    float unit = is_k ? 1.0f : 1.0f / sqrtf(float(S::kDim));
-    y = f32x4{y.x * inv * unit, y.y * inv * unit, y.z * inv * unit, y.w * inv * unit};
+    float inv = inverse_sqrt(warp_sum((y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w)) + a.l2_eps);
+    if (!is_k) inv *= inverse_sqrt(float(S::kDim));
+    y = f32x4{y.x * inv, y.y * inv, y.z * inv, y.w * inv};
     store4(p, y);
-    if (is_k && at / S::kSlice == part) store4(a.k + size_t(first + row) * a.heads * S::kDim + head * S::kDim + at, y);
+    if (is_k && at / S::kSlice == part) store4(a.k + (size_t(first + row) * a.heads + head) * S::kDim + at, y);
+  }
+}
+
+// Norm over the head first, output gate second. `turn` counts batches.
+template <class S>
+K3_DEVICE void kda_finish(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int head, int part, int first, int n, int turn) {
+  float(&squares)[S::kBatch][S::kSplit] = m.squares[turn & 1];
+  constexpr int kLane = S::kSlice >= kWarpSize ? S::kSlice / kWarpSize : 1;
+  for (int row = warp_id(); row < n; row += S::kWarps) {
+    float y[kLane];
+    K3_UNROLL
+    for (int i = 0; i < kLane; ++i) y[i] = lane_id() * kLane + i < S::kSlice ? m.o[row][lane_id() * kLane + i] : 0;
+    K3_UNROLL
+    for (int i = 0; i < kLane; ++i) y[i] *= y[i];
+    float sum = warp_sum(tree_sum<kLane>(y, 1));
+    if constexpr (S::kSplit == 1) {
+      if (lane_id() == 0) squares[row][0] = sum;
+    } else if (lane_id() < S::kSplit) {
+      send(&squares[row][part], lane_id(), sum, m.inbox + (turn & 1));
+    }
+  }
+  if constexpr (S::kSplit > 1) {
+    if (threadIdx.x == 0) inbox_expect(m.inbox + (turn & 1), n * S::kSplit * sizeof(float));
+    inbox_wait(m.inbox + (turn & 1), turn / 2 & 1);
+  } else {
+    __syncthreads();
+  }
+  K3_UNROLL
+  for (int i = 0; i < S::kGates; ++i) {
+    int at = threadIdx.x + i * S::kThreads, row = at / S::kSlice, c = at % S::kSlice;
+    if (row >= n) break;
+    float inv = inverse_sqrt(tree_sum<S::kSplit>(squares[row], 1) * (1.0f / S::kDim) + a.eps);
+    a.out[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + c] =
+        float_to_bf16(m.o[row][c] * inv * m.norm[c] * sigmoid(gate[i]));
   }
 }
 
 // Block `part` of the cluster of `head`, for the sequence whose oldest row of this step is `first`; a block of another row, or
-// of padding, does nothing. `ready` is called once, when weights, conv window and state are on their way and all that this
-// step's earlier kernels wrote is needed: state and window may be loaded before it because no kernel between commit and here
-// writes them.
+// of padding, does nothing. `ready` is called once, when weights, conv window and state are on their way and what this step's
+// earlier kernels wrote is needed: state and window may be loaded before it because no kernel between commit and here writes them.
 template <class S, class Ready>
 K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, Ready ready) {
   int slot = a.row_slot[first];
@@ -221,9 +213,11 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     if (first == 0) ready();                    // a step of nothing but padding still keeps its place in the order of kernels
     return;
   }
-  const int tid = threadIdx.x, channels = a.heads * S::kDim;
+  const bool holder = threadIdx.x < S::kHolders;
+  KdaState<S> state;
+  if (holder) state.load(a.state + (size_t(slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice);
   if constexpr (S::kSplit > 1) {
-    if (tid == 0) {
+    if (threadIdx.x == 0) {
       barrier_init(m.inbox, 1);
       barrier_init(m.inbox + 1, 1);
       barrier_fence_init();
@@ -231,109 +225,37 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     __syncthreads();
     cluster_arrive();
   }
-  KdaState<S> state;
-  state.load(a.state + (size_t(slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice);
-  kda_load_f_b<S>(m, a.f_b + size_t(head) * S::kDim * S::kDim);
-
-  float taps[S::kItems][S::kWidth], window[S::kItems][S::kHistory];
-  int which[S::kItems], channel[S::kItems];     // which: 0 q, 1 k, 2 v, 3 nothing
-  K3_UNROLL
-  for (int i = 0; i < S::kItems; ++i) {
-    int c = tid + i * S::kThreads;
-    which[i] = c < S::kChannels ? c / S::kDim : 3;
-    channel[i] = head * S::kDim + (c < 2 * S::kDim ? c % S::kDim : part * S::kSlice + c - 2 * S::kDim);
-    if (which[i] == 3) continue;
-    const float* tap = (which[i] == 0 ? a.q_conv : which[i] == 1 ? a.k_conv : a.v_conv) + size_t(channel[i]) * S::kWidth;
-    K3_UNROLL
-    for (int j = 0; j < S::kWidth; ++j) taps[i][j] = tap[j];
-    K3_UNROLL
-    for (int j = 0; j < S::kHistory; ++j)
-      window[i][j] = bf16_to_float(a.conv_state[((size_t(slot) * 3 + which[i]) * S::kHistory + j) * channels + channel[i]]);
-  }
-  if constexpr (S::kSplit > 1) cluster_wait();
+  kda_load_weights<S>(a, m, head, part, slot);
+  const float scale = expf(a.a_log[head]);
+  int n = kda_batch_rows<S>(a.row_slot, a.rows, first, slot);
+  if constexpr (S::kSplit > 1) cluster_wait();  // every block's inbox stands
   ready();
 
-  for (int batch = 0;; ++batch, first += S::kBatch) {
-    int n = kda_batch_rows<S>(a.row_slot, a.rows, first, slot);
-    if (n == 0) break;
+  KdaInputs<S> in;
+  in.load(a, head, part, first, n);
+  for (int done = 0; n > 0; done += S::kBatch) {
+    const int row = first + done, rows = n, turn = done / S::kBatch;
+    in.store(m, done, rows);
+    __syncthreads();
+    kda_conv<S>(a, m, head, part, row, done, rows);
+    kda_gate<S>(a, m, scale, head, part, row, done, rows);
     float gate[S::kGates];
     K3_UNROLL
-    for (int i = 0; i < S::kGates; ++i) {
-      int at = tid + i * S::kThreads, row = at / S::kSlice;
-      gate[i] = row < n ? a.out_gate[size_t(first + row) * channels + head * S::kDim + part * S::kSlice + at % S::kSlice] : 0;
-    }
-    if (tid < n) m.beta[tid] = a.beta[size_t(first + tid) * a.heads + head];
-    K3_UNROLL
-    for (int i = 0; i < S::kItems; ++i) {
-      if (which[i] == 3) continue;
-      float u[S::kBatch];
-      K3_UNROLL
-      for (int r = 0; r < S::kBatch; ++r)
-        u[r] = r < n ? bf16_to_float(a.qkv[(size_t(first + r) * 3 + which[i]) * channels + channel[i]]) : 0;
-      K3_UNROLL
-      for (int r = 0; r < S::kBatch; ++r) {
-        if (r >= n) break;
-        float y = window[i][0] * taps[i][0];
-        K3_UNROLL
-        for (int j = 1; j < S::kHistory; ++j) y = fmaf(window[i][j], taps[i][j], y);
-        y = fmaf(u[r], taps[i][S::kHistory], y);
-        y = y * sigmoid(y);
-        K3_UNROLL
-        for (int j = 0; j + 1 < S::kHistory; ++j) window[i][j] = window[i][j + 1];
-        window[i][S::kHistory - 1] = u[r];
-        if (which[i] == 2) {
-          m.v[r][channel[i] % S::kSlice] = y;
-          a.v[size_t(first + r) * channels + channel[i]] = y;
-        } else {
-          (which[i] ? m.k[r] : m.q[r])[channel[i] % S::kDim] = y;
-        }
+    for (int i = 0; i < S::kGates; ++i) gate[i] = in.gate[i];
+    __syncthreads();
+    kda_l2norm<S>(a, m, head, part, row, rows);
+    n = rows < S::kBatch ? 0 : kda_batch_rows<S>(a.row_slot, a.rows, row + S::kBatch, slot);
+    if (n > 0) in.load(a, head, part, row + S::kBatch, n);   // under the recurrence
+    __syncthreads();
+    if (holder)
+      for (int r = 0; r < rows; ++r) {
+        state.advance(m.k[r], m.fade[r], m.v[r], m.beta[r]);
+        float o[S::kCols];
+        state.partial(m.q[r], o);
+        state.fold(o);
+        state.put(o, m.o[r]);
       }
-    }
-    kda_gate<S>(a, m, head, part, first, n);
     __syncthreads();
-    kda_l2norm<S>(a, m, head, part, first, n);
-    __syncthreads();
-    for (int r = 0; r < n; ++r) {
-      state.advance(m.k[r], m.fade[r], m.v[r], m.beta[r]);
-      float o[S::kCols];
-      state.partial(m.q[r], o);
-      state.fold(o);
-      K3_UNROLL
-      for (int c = 0; c < S::kCols; ++c)
-        if (state.group() == c) m.o[r][state.column() + c] = o[c];
-    }
-    __syncthreads();
-    // Norm over the head first, output gate second.
-    float(&squares)[S::kBatch][S::kSplit] = m.squares[batch & 1];
-    constexpr int kLane = S::kSlice >= kWarpSize ? S::kSlice / kWarpSize : 1;
-    for (int row = warp_id(); row < n; row += S::kWarps) {
-      float y[kLane];
-      K3_UNROLL
-      for (int i = 0; i < kLane; ++i) y[i] = lane_id() * kLane + i < S::kSlice ? m.o[row][lane_id() * kLane + i] : 0;
-      K3_UNROLL
-      for (int i = 0; i < kLane; ++i) y[i] *= y[i];
-      float sum = warp_sum(tree_sum<kLane>(y, 1));
-      if constexpr (S::kSplit == 1) {
-        if (lane_id() == 0) squares[row][0] = sum;
-      } else if (lane_id() < S::kSplit) {
-        send(&squares[row][part], lane_id(), sum, m.inbox + (batch & 1));
-      }
-    }
-    if constexpr (S::kSplit > 1) {
-      if (tid == 0) inbox_expect(m.inbox + (batch & 1), n * S::kSplit * sizeof(float));
-      inbox_wait(m.inbox + (batch & 1), batch / 2 & 1);
-    } else {
-      __syncthreads();
-    }
-    K3_UNROLL
-    for (int i = 0; i < S::kGates; ++i) {
-      int at = tid + i * S::kThreads, row = at / S::kSlice, c = part * S::kSlice + at % S::kSlice;
-      if (row >= n) break;
-      float inv = 1.0f / sqrtf(tree_sum<S::kSplit>(squares[row], 1) / float(S::kDim) + a.eps);
-      a.out[size_t(first + row) * channels + head * S::kDim + c] =
-          float_to_bf16(m.o[row][at % S::kSlice] * inv * a.o_norm[c] * sigmoid(gate[i]));
-    }
-    if (n < S::kBatch) break;
-    // The next batch overwrites q, k and fade, which all have read by the barrier before the norm; o and v come after two more.
+    kda_finish<S>(a, m, gate, head, part, row, rows, turn);
   }
 }

@@ -114,7 +114,7 @@ K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int row, int own, fl
   int j = lane_id() % 8, w = lane_id() / 8 % 2;
   float sum = j < a.num_blocks ? tree_sum<S::kLeaves>(&m.closed[0][w][j], 16) : 0;
   float squares = __shfl_sync(kFullWarp, sum, j), score = __shfl_sync(kFullWarp, sum, 8 + j);
-  score *= 1.0f / sqrtf(squares / float(S::kN) + a.eps);
+  score *= inverse_sqrt(squares * (1.0f / S::kN) + a.eps);
   K3_UNROLL
   for (int k = 0; k < S::kBlocks; ++k) {
     float s = __shfl_sync(kFullWarp, score, k);
@@ -212,13 +212,13 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
   float pp = __shfl_sync(kFullWarp, sum, 0), alpha = 0, beta = 1, xx = pp;
   if (mix) {
     float ps = __shfl_sync(kFullWarp, sum, 1), pc = __shfl_sync(kFullWarp, sum, 2), cc = __shfl_sync(kFullWarp, sum, 3);
-    float s = ps * (1.0f / sqrtf(pp / float(S::kN) + a.eps)), high = fmaxf(top, s);
-    float ec = expf(top - high), ep = expf(s - high), scale = 1.0f / fmaf(ec, total, ep);
+    float s = ps * inverse_sqrt(pp * (1.0f / S::kN) + a.eps), high = fmaxf(top, s);
+    float ec = expf(top - high), ep = expf(s - high), scale = reciprocal(fmaf(ec, total, ep));
     alpha = ec * scale;
     beta = ep * scale;
     xx = fmaxf(fmaf(alpha * alpha, cc, fmaf(2 * alpha * beta, pc, beta * beta * pp)), 0.0f);
   }
-  float inv = 1.0f / sqrtf(xx / float(S::kN) + a.eps);
+  float inv = inverse_sqrt(xx * (1.0f / S::kN) + a.eps);
   K3_UNROLL
   for (int i = 0; i < S::kPer; ++i) {
     int e = tid + i * S::kThreads;

@@ -43,21 +43,24 @@ def _kernel(name, shape, body, threads, cluster=1, args="", min_blocks=1):
                         f'  using S = {name}_S;\n  {body}\n}}\n', threads, cluster)
 
 
-def kda_mix(split, cols, min_blocks=1):
-    name = f"kda_mix_{split}_{cols}_{min_blocks}"
-    body = (f"K3_DYN_SMEM(unsigned char, raw);\n  kda_mix<S>(a, *(KdaMixSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, {READY});")
-    return _kernel(name, f"KdaShape<128, 4, {split}, {cols}>", body, 8 * 128 // split // cols, split, "KdaMix a", min_blocks)
+def kda_mix(split, cols, threads=0, min_blocks=1):
+    """threads: of a block, where more than the state needs."""
+    body = f"K3_DYN_SMEM(u8, raw);\n  kda_mix<S>(a, *(KdaMixSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, {READY});"
+    return _kernel(f"kda_mix_{split}_{cols}_{threads}_{min_blocks}", f"KdaShape<128, 4, {split}, {cols}, {threads}>", body,
+                   max(threads, 1024 // split // cols), split, "KdaMix a", min_blocks)
 
 
 def kda_mix_shared(split):
     """Bytes of KdaMixSmem, rounded up."""
-    return 32768 + 4 * (3 * 1024 + 2 * 8 * 128 // split + 8 + 16 * split) + 32
+    own = 128 // split
+    return 32768 + 4096 + 48 * (256 + own) + 4 * (3 * 1024 + 16 * own + 128 + own + 8 + 16 * split) + 32
 
 
-def kda_commit(split, cols):
+def kda_commit(split, cols, threads=0, min_blocks=1):
     body = ("__shared__ KdaCommitSmem<S> m;\n  grid_wait();\n  grid_launch_next();\n"
             "  kda_commit<S>(a, m, blockIdx.z, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y);")
-    return _kernel(f"kda_commit_{split}_{cols}", f"KdaShape<128, 4, {split}, {cols}>", body, 8 * 128 // split // cols, 1, "KdaCommit a")
+    return _kernel(f"kda_commit_{split}_{cols}_{threads}_{min_blocks}", f"KdaShape<128, 4, {split}, {cols}, {threads}>", body,
+                   max(threads, 1024 // split // cols), 1, "KdaCommit a", min_blocks)
 
 
 def norm_row(n, leaves, parts, blocks, cluster, threads):

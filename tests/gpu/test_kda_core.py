@@ -8,10 +8,11 @@ pytest.importorskip("cupy")
 import core_kernels as ck  # noqa: E402
 from kda_case import BF16, Kda, live, take, with_nan  # noqa: E402
 
-SHAPES = ((4, 2, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (8, 1, 1), (2, 4, 1), (4, 4, 1), (1, 4, 1), (2, 2, 2))
+# (blocks a head, value columns a thread, threads, blocks a SM)
+SHAPES = ((8, 2, 256), (8, 2, 128), (8, 4), (8, 1), (4, 2, 256), (4, 2), (4, 1), (4, 4), (2, 2), (2, 4), (1, 2, 0), (1, 4, 512))
 MIXES = {s: ck.kda_mix(*s) for s in SHAPES}
-COMMITS = {s: ck.kda_commit(*s) for s in ((4, 2), (1, 2), (2, 2))}
-MAIN, COMMIT = (4, 2, 1), (4, 2)
+COMMITS = {s: ck.kda_commit(*s) for s in ((4, 2), (1, 2), (2, 2), (8, 2), (4, 2, 256))}
+MAIN, COMMIT = SHAPES[0], (4, 2)
 # F32 sums of 128 products in another order than BLAS, twice over rows: measured 5e-7; BF16 output: half a unit of 2^-8, 1.7e-3 in L2.
 F32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
 

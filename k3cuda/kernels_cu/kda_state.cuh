@@ -1,0 +1,128 @@
+// The recurrence of Kimi Delta Attention, shared by the forward and the commit: their bytes must agree.
+// Letters: S is a head's state [key, value]. A block owns a slice of value columns of one head; S stays in registers.
+//
+// Sum over the 128 keys, the same for every slicing: a leaf is four neighbouring keys, fmaf in rising order from the first product;
+// the 32 leaves are folded by adding the upper half onto the lower, five times (distances 16, 8, 4, 2, 1).
+#pragma once
+#include "exchange.cuh"
+
+// kSplit: blocks a head (one cluster). kCols: value columns of a thread that holds state. kThreads: of a block; those beyond the
+// holders help with everything but the recurrence.
+template <int kDim_, int kWidth_, int kSplit_, int kCols_, int kThreads_ = 0>
+struct KdaShape {
+  static constexpr int kDim = kDim_, kHistory = kWidth_ - 1, kWidth = kWidth_, kSplit = kSplit_, kCols = kCols_;
+  static constexpr int kGroups = 8;                        // of keys: lane / 4
+  static constexpr int kRuns = kDim / (4 * kGroups);       // leaves a thread holds, 4 kGroups keys apart
+  static constexpr int kSlice = kDim / kSplit;
+  static constexpr int kHolders = kGroups * kSlice / kCols;
+  static constexpr int kThreads = kThreads_ > kHolders ? kThreads_ : kHolders, kWarps = kThreads / kWarpSize;
+  static constexpr int kBatch = 8;                         // rows: the width of one MMA
+  static constexpr int kTiles = kDim / 16, kSteps = kDim / 16;
+  static constexpr int kChannels = 2 * kDim + kSlice;      // q and k whole, v of the slice
+  static constexpr int kRing = 16;                         // rows of conv inputs: a batch and the history before it
+  static constexpr int kInputs = kChannels + kDim;         // conv inputs of a row, then its low-rank decay
+  static constexpr int kRowVectors = kInputs / 8, kConvVectors = kChannels / 8;   // of 16 bytes
+  static constexpr int kVectors = (kBatch * kRowVectors + kThreads - 1) / kThreads;
+  static constexpr int kGates = (kBatch * kSlice + kThreads - 1) / kThreads;
+  static_assert(kDim == 4 * kWarpSize && kHolders % kWarpSize == 0 && kThreads % kWarpSize == 0 && kSlice % (4 * kCols) == 0,
+                "a lane's four keys are a leaf");
+  static_assert(kWidth == 4 && kSlice % 8 == 0, "a channel's taps are one vector");
+};
+
+template <class S>
+struct KdaState {
+  float s[4 * S::kRuns][S::kCols];              // [4 run + i]: key 32 run + 4 group + i
+
+  static K3_DEVICE int group() { return lane_id() / 4; }
+  static K3_DEVICE int column() { return (warp_id() * 4 + lane_id() % 4) * S::kCols; }
+
+  template <class F> K3_DEVICE void each(F f) {
+    K3_UNROLL
+    for (int j = 0; j < S::kRuns; ++j)
+      K3_UNROLL
+      for (int i = 0; i < 4; ++i) f(s[4 * j + i], (j * S::kGroups + group()) * 4 + i);
+  }
+  K3_DEVICE void load(const float* slice) {
+    each([&](float (&v)[S::kCols], int key) {
+      const float* p = slice + size_t(key) * S::kDim + column();
+      if constexpr (S::kCols == 4) { f32x4 t = *(const f32x4*)p; v[0] = t.x; v[1] = t.y; v[2] = t.z; v[3] = t.w; }
+      else if constexpr (S::kCols == 2) { f32x2 t = *(const f32x2*)p; v[0] = t.x; v[1] = t.y; }
+      else v[0] = *p;
+    });
+  }
+  K3_DEVICE void store(float* slice) {
+    each([&](float (&v)[S::kCols], int key) {
+      float* p = slice + size_t(key) * S::kDim + column();
+      if constexpr (S::kCols == 4) *(f32x4*)p = f32x4{v[0], v[1], v[2], v[3]};
+      else if constexpr (S::kCols == 2) *(f32x2*)p = f32x2{v[0], v[1]};
+      else *p = v[0];
+    });
+  }
+  // This thread's leaves of x^T S, folded as far as one thread can.
+  K3_DEVICE void partial(const float* x, float (&sum)[S::kCols]) const {
+    f32x4 a[S::kRuns];
+    K3_UNROLL
+    for (int j = 0; j < S::kRuns; ++j) a[j] = load4(x + (j * S::kGroups + group()) * 4);
+    K3_UNROLL
+    for (int c = 0; c < S::kCols; ++c) {
+      float leaf[S::kRuns];
+      K3_UNROLL
+      for (int j = 0; j < S::kRuns; ++j)
+        leaf[j] = fmaf(a[j].w, s[4 * j + 3][c], fmaf(a[j].z, s[4 * j + 2][c], fmaf(a[j].y, s[4 * j + 1][c], a[j].x * s[4 * j][c])));
+      K3_UNROLL
+      for (int d = S::kRuns / 2; d; d /= 2)
+        K3_UNROLL
+        for (int j = 0; j < d; ++j) leaf[j] += leaf[j + d];
+      sum[c] = leaf[0];
+    }
+  }
+  static K3_DEVICE void fold(float (&sum)[S::kCols]) {
+    K3_UNROLL
+    for (int d = 16; d >= 4; d /= 2)
+      K3_UNROLL
+      for (int c = 0; c < S::kCols; ++c) sum[c] += __shfl_xor_sync(kFullWarp, sum[c], d);
+  }
+  // Sums that every group has, written by one.
+  static K3_DEVICE void put(const float (&sum)[S::kCols], float* row) {
+    if (group() != 0) return;
+    K3_UNROLL
+    for (int c = 0; c < S::kCols; ++c) row[column() + c] = sum[c];
+  }
+  // One token: decay along the keys, predict v from k, correct. `fade` is exp of the log decay.
+  K3_DEVICE void advance(const float* k, const float* fade, const float* v, float beta) {
+    K3_UNROLL
+    for (int j = 0; j < S::kRuns; ++j) {
+      f32x4 f = load4(fade + (j * S::kGroups + group()) * 4);
+      K3_UNROLL
+      for (int c = 0; c < S::kCols; ++c) {
+        s[4 * j][c] *= f.x; s[4 * j + 1][c] *= f.y; s[4 * j + 2][c] *= f.z; s[4 * j + 3][c] *= f.w;
+      }
+    }
+    float seen[S::kCols];
+    partial(k, seen);
+    fold(seen);
+    K3_UNROLL
+    for (int c = 0; c < S::kCols; ++c) seen[c] = beta * (v[column() + c] - seen[c]);
+    K3_UNROLL
+    for (int j = 0; j < S::kRuns; ++j) {
+      f32x4 x = load4(k + (j * S::kGroups + group()) * 4);
+      K3_UNROLL
+      for (int c = 0; c < S::kCols; ++c) {
+        s[4 * j][c] = fmaf(x.x, seen[c], s[4 * j][c]);
+        s[4 * j + 1][c] = fmaf(x.y, seen[c], s[4 * j + 1][c]);
+        s[4 * j + 2][c] = fmaf(x.z, seen[c], s[4 * j + 2][c]);
+        s[4 * j + 3][c] = fmaf(x.w, seen[c], s[4 * j + 3][c]);
+      }
+    }
+  }
+};
+
+// Rows of `slot` from `first` on, at most kBatch: neighbours of one sequence.
+template <class S>
+K3_DEVICE int kda_batch_rows(const int* row_slot, int rows, int first, int slot) {
+  int r = first + lane_id();
+  u32 same = __ballot_sync(kFullWarp, lane_id() < S::kBatch && r < rows && row_slot[r < rows ? r : first] == slot);
+  int n = 0;
+  while (same >> n & 1) ++n;
+  return n;
+}

@@ -14,11 +14,12 @@ from .buffers import BUFFERS, BY_NAME, DTYPE_BYTES, Buffer, buffer_shape, step_d
 from .config import L2NORM_EPS, MAX_ROWS, MLA_NORM_EPS, MXFP4_GROUP, PAGE_SIZE, K3Config
 from .packing import PACKED
 from .plan import Plan
-from .stages import GATHER, SCATTER, STAGES, Stage
+from .stages import GATHER, SCATTER, STACK, STAGES, Move, Stage
 from .weights import BY_NAME as WEIGHT
 from .weights import LEGAL_TP, MMA_K, tree_leaves
 
 MLA_WORK_COLUMNS = 48  # queries, (row, head) pairs, that share a page and a partial result of the split context
+MAX_SHARED = 227 * 1024  # bytes of shared memory a block can have, on every architecture we compile for
 ALIGN = 256  # bytes between starts of buffers: a bulk copy wants 16, a cache line 128
 C_TYPES = {"f32": "float", "bf16": "bf16", "i32": "int", "u8": "u8", "kv": "kv_t"}
 KV_TYPES = {"bf16": "bf16", "fp8_e4m3": "u8"}
@@ -45,12 +46,14 @@ def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
     return offsets | {target: offsets[source] for target, source in plan.aliases.items()}, at
 
 
-def build_files(plan: Plan, rows: int, kv_cache_dtype: str, sms: int = 132) -> dict[str, str]:
+def build_files(plan: Plan, rows: int, kv_cache_dtype: str, *, sms: int = 132, ride: bool = True) -> dict[str, str]:
     """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3".
 
     `sms`: multiprocessors that persistent kernels spread over; any number is right, the device's own is fast.
+    `ride`: collectives have no kernels: a stage stores what a collective would move into every rank's target itself.
     """
-    return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms), "buffers.cuh": _buffers(plan, kv_cache_dtype), "kernels.cu": _kernels(plan, rows)}
+    return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms), "buffers.cuh": _buffers(plan, kv_cache_dtype, ride),
+            "kernels.cu": _kernels(plan, rows, ride)}
 
 
 def kernels_of(stage: Stage) -> tuple[str, ...]:
@@ -75,7 +78,7 @@ def camel(name: str) -> str:
 def _config(plan: Plan, rows: int, kv: str, sms: int) -> str:
     cfg, tp = plan.cfg, plan.tp
     lines = ["#pragma once", "// Sizes of the whole model."]
-    sizes = cfg.dims() | {"max_rows": MAX_ROWS, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
+    sizes = cfg.dims() | {"max_rows": MAX_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
     lines += [f"constexpr int {camel(n)} = {v};" for n, v in sizes.items()]
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms}, kMlaWorkColumns = {MLA_WORK_COLUMNS};"]
     cut = sorted({b.shape[b.cut] for b in BUFFERS if b.cut is not None} | {"mla_q_dim"})
@@ -106,12 +109,12 @@ def _trees(plan: Plan) -> dict[str, tuple[int, int]]:
     return out
 
 
-def _buffers(plan: Plan, kv: str) -> str:
+def _buffers(plan: Plan, kv: str, ride: bool) -> str:
     offsets, size = arena_offsets(plan)
     lines = ['#pragma once', '#include "prims.cuh"', '#include "config.cuh"', f"typedef {KV_TYPES[kv]} kv_t;", "",
              f"// One step of one rank: where its memory begins. The arena has {size} bytes.", "struct Step {", "  u8* arena;"]
     lines += [f"  {C_TYPES[BY_NAME[n].dtype]}* {n}_base;" for n in SESSION]
-    lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  u8* mla_work;   // partial results of the split context",
+    lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  u8* mla_work;   // partial results of the split context", "  u8* mla_map;    // the MLA cache for the copy engine",
               "  int slots, pages, slot_pages, rank, loopback, mla_partials;", "};", "",
               "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows.",
               "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block;", "  float kv_scale;", "};", ""]
@@ -120,7 +123,24 @@ def _buffers(plan: Plan, kv: str) -> str:
               for n, kind in (("expert_list", "u8"), ("mla_info", "u8"), ("mla_next", "int"))]
     lines += [f"K3_DEVICE const {_weight_type(p)}* w_{p.name}(const OpArgs& op) {{ return (const {_weight_type(p)}*)op.w[{i}]; }}"
               for group in PACKED.values() for i, p in enumerate(group)]
+    lines += [_put(m, plan, offsets, ride) for s in STAGES for m in s.moves]
     return "\n".join(lines) + "\n"
+
+
+def _put(m: Move, plan: Plan, offsets: dict[str, int], ride: bool) -> str:
+    """`put_<source>`: one value of what a collective moves, to where it belongs: the buffer itself, or every rank's target."""
+    source = BY_NAME[m.source]
+    kind, width = C_TYPES[source.dtype], prod(buffer_shape(source, _dims(plan))[1:])
+    head = f"K3_DEVICE void put_{m.source}(const Step& s, int token, int column, {kind} v) {{"
+    if not ride or plan.tp == 1:
+        return f"{head} {m.source}(s)[size_t(token) * {width} + column] = v; }}"
+    place = {GATHER: f"(size_t(token) * kRanks + place) * {width} + column",
+             STACK: f"(size_t(place) * kMaxRows + token) * {width} + column",
+             SCATTER: f"(size_t(place) * kMaxRows + token) * {width // plan.tp} + column % {width // plan.tp}"}[m.how]
+    # A scattered value has one receiver; looped back, the one rank gets its own slice from all.
+    mine = f" if (column / {width // plan.tp} != (s.loopback ? s.rank : peer)) continue;" if m.how == SCATTER else ""
+    return (f"{head}\n  K3_UNROLL\n  for (int peer = 0; peer < kRanks; ++peer) {{{mine} int place = s.loopback ? peer : s.rank; "
+            f"(({kind}*)(s.peers[peer] + {offsets[m.target]}ull))[{place}] = v; }}\n}}")
 
 
 def _accessor(b: Buffer, offsets: dict[str, int], plan: Plan) -> str:
@@ -148,14 +168,15 @@ def _weight_type(p: packing.Packed) -> str:
     return "float" if WEIGHT[p.sources[0]].dtype == "F32" else "bf16"
 
 
-def _kernels(plan: Plan, rows: int) -> str:
+def _kernels(plan: Plan, rows: int, ride: bool) -> str:
     used = {op.stage.name for op in plan.ops + plan.commit}
-    stages = [s for s in STAGES if s.name in used]
+    stages = [s for s in STAGES if s.name in used and not (ride and s.moves)]
     headers = dict.fromkeys(s.header or "collective" for s in stages)
     lines = ['#include "buffers.cuh"', *(f'#include "stages/{h}.cuh"' for h in headers), ""]
     lines += [_collective(s, plan, rows) for s in stages if s.moves]
     for name in (k for s in stages for k in kernels_of(s)):
         t = f"stage::{name}"
+        lines.append(f"static_assert({t}::kSmem <= {MAX_SHARED}, \"a block of {name} does not fit an SM\");")
         lines.append(f'extern "C" __constant__ int k_{name}_launch[5] = '
                      f"{{{t}::kBlocks, {t}::kBlocksY, {t}::kThreads, {t}::kCluster, {t}::kSmem}};")
         lines.append(f'extern "C" __global__ void __launch_bounds__({t}::kThreads, {t}::kResident) '

@@ -33,6 +33,8 @@ class CudaBackend:
         max_batch: slots, 1 to 64. max_model_len: tokens a slot can hold; None: what fits, at most the model's own limit.
         kv_cache_dtype: "auto" (bf16), "bf16" or "fp8_e4m3".
         memory_utilization: part of the device's memory that may be used.
+        ride: stages store into every rank's memory what a collective would move; else collectives are kernels of their own.
+        weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
     Raises:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
@@ -40,12 +42,12 @@ class CudaBackend:
     name = "standard"
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
-                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, weights=None):
+                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, weights=None):
         if not 1 <= max_batch <= MAX_ROWS:
             raise ConfigError(f"max_batch {max_batch} is outside 1 to {MAX_ROWS}")
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
-        self.device = open_device(0)
+        self.device, self.ride = open_device(0), ride
         self.cfg: K3Config = source.cfg
         self.plan: Plan = build_plan(self.cfg, tp)
         self.tp, self.num_slots, self.max_rows = tp, max_batch, MAX_ROWS
@@ -141,8 +143,8 @@ class CudaBackend:
 
     def kernels(self, bucket: int) -> BucketKernels:
         if bucket not in self._kernels:
-            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms)
-            self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled)
+            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride)
+            self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
         return self._kernels[bucket]
 
     def launches(self, what: str, bucket: int) -> list:
@@ -151,6 +153,8 @@ class CudaBackend:
         ops = self.plan.ops if what == "step" else self.plan.commit[:1]   # one launch commits every layer
         out = []
         for op in ops:
+            if op.stage.moves and self.ride:
+                continue
             for name in kernels_of(op.stage):
                 for memory, step in zip(self.memories, self._steps):
                     out.append(kernels.launch(name, step, memory.op_struct(op), self._raw_stream, dependent=bool(out)))

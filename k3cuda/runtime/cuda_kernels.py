@@ -17,9 +17,9 @@ def bucket_of(rows: int) -> int:
     return next(b for b in ROW_BUCKETS if b >= rows)
 
 
-def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = 132, strict: bool = False) -> Compiled:
+def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = 132, ride: bool = True, strict: bool = False) -> Compiled:
     """The cubin of every stage for steps of up to `rows` rows. Needs no GPU."""
-    headers = build_files(plan, rows, kv_cache_dtype, sms)
+    headers = build_files(plan, rows, kv_cache_dtype, sms=sms, ride=ride)
     source = headers.pop("kernels.cu")
     return compile_cuda(source, arch, headers=headers, strict=strict, name=f"the step for {rows} rows")
 
@@ -37,9 +37,9 @@ class BucketKernels:
         shapes: kernel -> (blocks along x and y, threads, blocks of a cluster, bytes of shared memory), as the kernels say themselves.
     """
 
-    def __init__(self, plan: Plan, rows: int, compiled: Compiled):
+    def __init__(self, plan: Plan, rows: int, compiled: Compiled, ride: bool = True):
         self.rows, self.module = rows, Module(compiled.cubin)
-        names = dict.fromkeys(k for op in plan.ops + plan.commit for k in kernels_of(op.stage))
+        names = dict.fromkeys(k for op in plan.ops + plan.commit if not (ride and op.stage.moves) for k in kernels_of(op.stage))
         self.shapes = {n: tuple(int(x) for x in self._constant(f"k_{n}_launch", 5)) for n in names}
         self.functions = {n: self.module.function(f"k_{n}", shape[4]) for n, shape in self.shapes.items()}
 

@@ -11,6 +11,7 @@ from ..emit import MLA_WORK_COLUMNS, SESSION, arena_offsets
 from ..packing import MAX_PACKED
 from ..plan import Op, Plan
 from ..weights import LEGAL_TP
+from .cuda_driver import check, driver
 
 VIEW_DTYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8, "kv": np.uint16}
 MLA_SHORTEST_CHUNK = 256  # kMlaShort of mla_work.cuh
@@ -21,7 +22,7 @@ class StepStruct(ctypes.Structure):
     """`struct Step` of emit.py; a test compares sizes and offsets with the compiled ones."""
 
     _fields_ = [("arena", ctypes.c_void_p), *((f"{n}_base", ctypes.c_void_p) for n in SESSION), ("peers", ctypes.c_void_p * LEGAL_TP[-1]),
-                ("mla_work", ctypes.c_void_p), ("slots", ctypes.c_int), ("pages", ctypes.c_int), ("slot_pages", ctypes.c_int), ("rank", ctypes.c_int),
+                ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p), ("slots", ctypes.c_int), ("pages", ctypes.c_int), ("slot_pages", ctypes.c_int), ("rank", ctypes.c_int),
                 ("loopback", ctypes.c_int), ("mla_partials", ctypes.c_int)]
 
 
@@ -71,6 +72,7 @@ class RankMemory:
         self.session = {n: cupy.zeros(nbytes, cupy.uint8) for n, nbytes in session_bytes(plan, slots, pages, slot_pages, kv_cache_dtype).items()}
         self.mla_partials = mla_partials(plan.cfg, plan.tp, slots, slot_pages)
         self.mla_work = cupy.zeros(mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages), cupy.uint8)
+        self.mla_map = _tensor_map(self.session["mla_cache"], self.dims["mla_cache_dim"] * _KV_BYTES[kv_cache_dtype], 64 * _KV_BYTES[kv_cache_dtype])
         self.weights: dict[tuple[int | None, str], list] = {}
 
     def buffer(self, name: str) -> cupy.ndarray:
@@ -84,7 +86,7 @@ class RankMemory:
         return self.arena[start:start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def step_struct(self, rank: int, peers: list["RankMemory"], loopback: bool) -> StepStruct:
-        s = StepStruct(arena=self.arena.data.ptr, mla_work=self.mla_work.data.ptr, mla_partials=self.mla_partials, slots=self.dims["slots"], pages=self.dims["pages"], slot_pages=self.dims["slot_pages"],
+        s = StepStruct(arena=self.arena.data.ptr, mla_work=self.mla_work.data.ptr, mla_map=self.mla_map.data.ptr, mla_partials=self.mla_partials, slots=self.dims["slots"], pages=self.dims["pages"], slot_pages=self.dims["slot_pages"],
                        rank=rank, loopback=loopback)
         for name, array in self.session.items():
             setattr(s, f"{name}_base", array.data.ptr)
@@ -98,3 +100,15 @@ class RankMemory:
         for i, array in enumerate(self.weights.get((op.layer, op.stage.name), ())):
             o.w[i] = array.data.ptr
         return o
+
+
+def _tensor_map(cache: cupy.ndarray, row: int, block: int) -> cupy.ndarray:
+    """The copy engine's description of a cache as bytes [positions of all layers][blocks of a row][block], in boxes of 16 positions."""
+    cu = driver()
+    swizzles, u32, u64 = cu.CUtensorMapSwizzle, cu.cuuint32_t, cu.cuuint64_t
+    encoded = check(cu.cuTensorMapEncodeTiled(
+        cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, cache.data.ptr, [u64(block), u64(row // block), u64(cache.nbytes // row)],
+        [u64(block), u64(row)], [u32(block), u32(row // block), u32(16)], [u32(1)] * 3, cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        {64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B, 128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B}[block],
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
+    return cupy.asarray(np.frombuffer(ctypes.string_at(encoded.getPtr(), 128), np.uint8))

@@ -11,10 +11,10 @@ from .repack import join, pack_bf16, pack_mxfp4
 
 def op_arrays(op: Op, source, tp: int, rank: int) -> list[np.ndarray]:
     """The packed arrays of one operation in the order of `OpArgs.w`; `source` is a runtime/tensor_source.py."""
-    return [_packed(p, op, source, tp, rank) for p in PACKED.get(op.stage.name, ())]
+    return [packed_array(p, op, source, tp, rank) for p in PACKED.get(op.stage.name, ())]
 
 
-def _packed(p: Packed, op: Op, source, tp: int, rank: int) -> np.ndarray:
+def packed_array(p: Packed, op: Op, source, tp: int, rank: int) -> np.ndarray:
     layer, cfg = op.layer, source.cfg
 
     def read(name):

@@ -17,8 +17,8 @@ PAIR_K = 2 * MMA_K
 # Activations are multiplied by 2^X_EXPONENT before they meet expanded MXFP4 weights, which are 2^-126 too small (their two
 # exponent bits land at the bottom of BF16's): the product of both stays far from the subnormal end of F32.
 X_EXPONENT = 64
-_SCALE_SHIFT = 126 - X_EXPONENT          # E8M0 code -> exponent field of the F32 factor that undoes both
-MAX_SCALE_CODE = 254 - _SCALE_SHIFT      # 2^65; code 255 (NaN) becomes infinity, which also ends in a row that isn't finite
+SCALE_SHIFT = 126 - X_EXPONENT          # E8M0 code -> exponent field of the F32 factor that undoes both
+MAX_SCALE_CODE = 254 - SCALE_SHIFT      # 2^65; code 255 (NaN) becomes infinity, which also ends in a row that isn't finite
 
 # Where the bits of a packed word go. Pair i (two weights, low and high half) of a word w is
 #   0: w & M      1: rotl(w, 10) & M      2: w << 4 & M      3: (w << 6 & 0x80C080C0) | (w >> 2 & 0x01000100)
@@ -179,7 +179,7 @@ def _bytes(xp, words):
 
 def _factor_exponent(xp, scale):
     """Exponent field of the F32 factor of each scale code."""
-    return xp.where(scale == 255, 255, scale.astype(xp.int32) + _SCALE_SHIFT).astype(xp.uint8)
+    return xp.where(scale == 255, 255, scale.astype(xp.int32) + SCALE_SHIFT).astype(xp.uint8)
 
 
 def unpack_mxfp4(out, rows: int, groups: int):
@@ -207,6 +207,6 @@ def unpack_mxfp4(out, rows: int, groups: int):
         b[:, :, pair % 2, :, :, :, :, :, pair // 2] = byte.transpose(0, 1, 4, 2, 3, 5, 6)
     s = out[..., at:].reshape(n, tiles, leaves, sw, 8, 2, 4).transpose(0, 1, 5, 4, 2, 3, 6)
     s = s.reshape(n, tiles * TILE_ROWS, leaves, sw * 4)[..., :groups].reshape(n, tiles * TILE_ROWS, -1)
-    s = xp.where(s == 255, 255, s.astype(xp.int32) - _SCALE_SHIFT).astype(xp.uint8)
+    s = xp.where(s == 255, 255, s.astype(xp.int32) - SCALE_SHIFT).astype(xp.uint8)
     packed = b.reshape(n, tiles * TILE_ROWS, -1)
     return packed[:, :rows].reshape(*lead, rows, -1), s[:, :rows].reshape(*lead, rows, -1)

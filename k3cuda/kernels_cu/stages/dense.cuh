@@ -17,7 +17,7 @@ struct dense_down : ProductStage<tiles_of(kHiddenSize), kDenseDownProjLeaves, kD
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     row_product<Shape>(w_dense_down_proj(op), kTiles, dense_act(s), kOwnIntermediateSize, kRows, smem, [&](int row, int token, float v) {
-      if (row < kHiddenSize) dense_partial(s)[token * kHiddenSize + row] = v;
+      if (row < kHiddenSize) put_dense_partial(s, token, row, v);
     });
   }
 };

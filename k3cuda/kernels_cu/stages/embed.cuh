@@ -14,7 +14,7 @@ struct embed : StageDefaults {
     bool mine = own >= 0 && own < kOwnVocabSize;
     const bf16* from = w_embed_tokens(op) + size_t(mine ? own : 0) * kHiddenSize;
     for (int i = threadIdx.x; i < kHiddenSize; i += kThreads)
-      embed_partial(s)[row * kHiddenSize + i] = mine ? bf16_to_float(from[i]) : 0.f;
+      put_embed_partial(s, row, i, mine ? bf16_to_float(from[i]) : 0.f);
   }
 };
 

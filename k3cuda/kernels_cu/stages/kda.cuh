@@ -26,14 +26,14 @@ struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps> {
         int h = row - R::kBeta * kTileRows;
         if (h < kOwnKdaNumHeads) kda_beta(s, op)[token * kOwnKdaNumHeads + h] = sigmoid(v);
       } else if (row < kOwnKdaHeadDim) {
-        kda_f_a_part(s)[token * kOwnKdaHeadDim + row] = float_to_bf16(v);
+        put_kda_f_a_part(s, token, row, float_to_bf16(v));
       }
     });
   }
 };
 
 // A cluster a (row, head); only rows that open a sequence work.
-typedef KdaShape<kKdaHeadDim, kConvWidth, 8, 4> KdaLayout;
+typedef KdaShape<kKdaHeadDim, kConvWidth, 8, 1> KdaLayout;
 
 struct kda_mix : StageDefaults {
   static constexpr int kBlocks = kRows * kOwnKdaNumHeads * KdaLayout::kSplit, kThreads = KdaLayout::kThreads, kCluster = KdaLayout::kSplit,

@@ -8,7 +8,7 @@ struct lm_head : ProductStage<tiles_of(kOwnVocabSize), kLmHeadLeaves, kLmHeadSte
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     row_product<Shape>(w_lm_head(op), kTiles, head_in(s), kHiddenSize, kRows, smem, [&](int row, int token, float v) {
-      if (row < kOwnVocabSize) logits_part(s)[size_t(token) * kOwnVocabSize + row] = v;
+      if (row < kOwnVocabSize) put_logits_part(s, token, row, v);
     });
   }
 };

@@ -21,9 +21,9 @@ struct mla_in : ProductStage<mla_in_rows::kTotal, kMlaInLeaves, kMlaInSteps> {
         if (c < kOwnMlaVDim) mla_out_gate(s)[token * kOwnMlaVDim + c] = v;
       } else if (tile >= R::kKva) {
         int c = row - R::kKva * kTileRows;
-        if (c < kOwnMlaCacheDim) mla_kv_a_part(s)[token * kOwnMlaCacheDim + c] = v;
+        if (c < kOwnMlaCacheDim) put_mla_kv_a_part(s, token, c, v);
       } else if (row < kOwnQLoraRank) {
-        mla_q_a_part(s)[token * kOwnQLoraRank + row] = v;
+        put_mla_q_a_part(s, token, row, v);
       }
     });
   }
@@ -72,9 +72,13 @@ struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeys
 
 template <bool kFp8> struct CacheOf { typedef MlaBf16 type; };
 template <> struct CacheOf<true> { typedef MlaE4m3 type; };
+typedef CacheOf<kKvFp8>::type StepCache;
 constexpr int kQueryTiles = ceil_div(min_of(kRows, 8) * kOwnNumAttentionHeads, 8);   // of eight (row, head) pairs that read a page together
-constexpr int kGroupTiles = kQueryTiles >= 6 ? 6 : kQueryTiles == 5 ? 6 : kQueryTiles;
-typedef MlaShape<CacheOf<kKvFp8>::type, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, 8> MlaLayout;
+constexpr int kGroupTiles = kQueryTiles > 4 ? 6 : kQueryTiles;
+template <int kRing> using MlaWith = MlaShape<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, kRing>;
+// As many pieces of the cache in flight as shared memory holds; a piece comes with two barriers.
+constexpr int kPieceBytes = MlaWith<8>::kPiece + 16, kMlaRest = sizeof(MlaSmem<MlaWith<8>>) - 8 * kPieceBytes;
+typedef MlaWith<min_of(24, (kMaxShared - kMlaRest) / kPieceBytes)> MlaLayout;
 
 // m and sum of every partial stand before the partials themselves.
 K3_DEVICE float2* mla_top_sum(const Step& s) { return (float2*)s.mla_work; }
@@ -86,7 +90,7 @@ struct mla_attend : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     const float log2_e = 1.44269504088896340736f;
-    ::mla_attend<MlaLayout>({mla_rows(s), mla_q_absorbed(s), mla_cache(s, op), rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s),
+    ::mla_attend<MlaLayout>({mla_rows(s), mla_q_absorbed(s), (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize, rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s),
                              (MlaRowInfo*)mla_info(s), mla_next(s)}, *(MlaSmem<MlaLayout>*)smem, [] {
       grid_wait();
       grid_launch_next();

@@ -17,10 +17,10 @@ struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, tru
     typedef moe_in_rows R;
     if (row >= R::kLatent * kTileRows) {
       int c = row - R::kLatent * kTileRows;
-      if (c < kOwnRoutedExpertHiddenSize) moe_latent_part(s)[token * kOwnRoutedExpertHiddenSize + c] = float_to_bf16(v);
+      if (c < kOwnRoutedExpertHiddenSize) put_moe_latent_part(s, token, c, float_to_bf16(v));
     } else {
       int c = row - R::kRouter * kTileRows;
-      if (c < kOwnNumExperts) router_logits_part(s)[token * kOwnNumExperts + c] = v;
+      if (c < kOwnNumExperts) put_router_logits_part(s, token, c, v);
     }
   }
   static __device__ void run(const Step& s, const OpArgs& op) {
@@ -84,7 +84,7 @@ struct moe_down : StageDefaults {
     K3_DYN_SMEM(u8, smem);
     expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, expert_weights(s),
                                kNumExpertsPerToken, kRows, step_experts(s), smem, [&](int row, int token, float v) {
-      if (row < kRoutedExpertHiddenSize) routed_partial(s)[size_t(token) * kRoutedExpertHiddenSize + row] = v;
+      if (row < kRoutedExpertHiddenSize) put_routed_partial(s, token, row, v);
     });
   }
 };
@@ -93,7 +93,7 @@ struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, 
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     row_product<Shape>(w_shared_down_proj(op), kTiles, shared_act(s), kOwnSharedIntermediateSize, kRows, smem, [&](int row, int token, float v) {
-      if (row < kHiddenSize) shared_partial(s)[size_t(token) * kHiddenSize + row] = v;
+      if (row < kHiddenSize) put_shared_partial(s, token, row, v);
     });
   }
 };
@@ -118,7 +118,7 @@ struct latent_up : ProductStage<tiles_of(kOwnHiddenSize), kLatentUpLeaves, kLate
     K3_DYN_SMEM(u8, smem);
     row_product<Shape>(w_latent_up(op), kTiles, routed_normed(s), kRoutedExpertHiddenSize, kRows, smem, [&](int row, int token, float v) {
       int at = token * kOwnHiddenSize + row;
-      if (row < kOwnHiddenSize) moe_out_part(s)[at] = v + tree_sum<kRanks>(shared_parts(s) + at, kMaxRows * kOwnHiddenSize);
+      if (row < kOwnHiddenSize) put_moe_out_part(s, token, row, v + tree_sum<kRanks>(shared_parts(s) + at, kMaxRows * kOwnHiddenSize));
     });
   }
 };

@@ -15,6 +15,9 @@ MAX_ROWS = 64       # rows of one decode step
 MXFP4_GROUP = 32    # weights that share one E8M0 scale, along the input axis
 MXFP4_PER_BYTE = 2
 
+RELEASED = "kimi-k3"  # the name under which the released configuration, without weights, is known to plan and bench
+RELEASED_FOLDER = Path(__file__).parent / "data" / "kimi_k3"
+
 # The release code gives these two norms its class default, not rms_norm_eps.
 MLA_NORM_EPS = 1e-6
 L2NORM_EPS = 1e-6   # added to the sum of squares of KDA's q and k, not to their mean

@@ -2,6 +2,7 @@
 import click
 
 from .. import __version__
+from .bench import bench
 from .chat import chat
 from .check import check
 from .generate import generate
@@ -25,5 +26,5 @@ def main():
     """
 
 
-for command in (generate, chat, tokenize, info, check, plan):
+for command in (generate, chat, tokenize, info, check, plan, bench):
     main.add_command(command)

@@ -180,3 +180,28 @@ def sampling_arguments(flags: dict) -> dict:
     """What the flags of `sampling` are called by SamplingParams."""
     renamed = {"stop_token_id": "stop_token_ids"}
     return {renamed.get(name, name): value for name, value in flags.items()}
+
+
+def config_of(model: str, layers: int | None = None):
+    """The K3Config that MODEL names, for commands that need no weights; `layers` cuts it short.
+
+    Raises UsageError: more layers than there are. ConfigError: as K3Config.from_json.
+    """
+    from dataclasses import replace
+
+    from ..config import RELEASED, RELEASED_FOLDER, K3Config
+    from ..runtime.demo import DEMO, open_demo
+
+    cfg = open_demo().cfg if model == DEMO else K3Config.from_json(RELEASED_FOLDER if model == RELEASED else model)
+    if layers is None or layers == cfg.num_hidden_layers:
+        return cfg
+    if layers > cfg.num_hidden_layers:
+        raise UsageError(f"--layers: found {layers}, the model has {cfg.num_hidden_layers}")
+    lin = cfg.linear_attn_config
+    lin = replace(lin, **{name: tuple(i for i in getattr(lin, name) if i <= layers) for name in ("kda_layers", "full_attn_layers")})
+    return replace(cfg, num_hidden_layers=layers, linear_attn_config=lin)
+
+
+def check_rank(tp: int, rank: int) -> None:
+    if rank >= tp:
+        raise UsageError(f"--rank: found {rank}, wanted 0 to {tp - 1}", "ranks are counted from 0")

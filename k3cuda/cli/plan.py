@@ -6,19 +6,16 @@ from .output import Result
 
 
 @click.command(cls=options.Command)
-@options.model(default="demo")
+@options.model(default="kimi-k3")
 @options.flags(
     options.flag("--tp", type=click.IntRange(min=1), metavar="N", help="Ranks to cut the model over.  [default: 1; with --markdown the most]"),
     options.flag("--markdown", is_flag=True, help="The whole page, with bytes, buffers and weights."), options.OUTPUT)
 def plan(model, tp, markdown, output):
-    """Print the operations of one decode step. Only the model's config.json is read."""
+    """Print the operations of one decode step. Only the model's config.json is read; kimi-k3 is the released one."""
     from .. import dataflow
-    from ..config import K3Config
     from ..plan import build_plan
-    from ..runtime.demo import DEMO, open_demo
 
-    result = Result(output)
-    cfg = open_demo().cfg if model == DEMO else K3Config.from_json(model)
+    result, cfg = Result(output), options.config_of(model)
     if markdown:
         result.write(dataflow.markdown(cfg, tp))
     else:

@@ -70,6 +70,16 @@ def open_device(index: int = 0) -> Device:
     return Device(index, gpu.name, f"sm_{major}{minor}a", sms, shared)
 
 
+def require_gpu(index: int = 0) -> Device:
+    """`open_device`, and CuPy beside it: what every module that imports CuPy at its top needs first. Raises DeviceError."""
+    device = open_device(index)
+    try:
+        import cupy  # noqa: F401
+    except ImportError as e:
+        raise DeviceError(f"CuPy isn't installed or can't be loaded ({e})", f"pip install 'k3cuda[cu{_bindings_line()}]'") from e
+    return device
+
+
 def _bindings_line() -> int:
     import cuda.bindings
     return int(cuda.bindings.__version__.split(".")[0])

@@ -23,7 +23,7 @@ ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
 KERNELS = Path(str(files("k3cuda") / "kernels_cu"))
 # fmad=false: whether the compiler contracts a * b + c must not decide bytes; kernels write fmaf where they mean it.
 OPTIONS = ("--std=c++17", "--fmad=false", "-default-device", "--no-source-include", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
-STRICT = ("-Werror", "all-warnings")   # spills become errors: for tests and packagers, not for users
+STRICT = ("--ptxas-options=-Werror",)   # spills become errors: for tests and packagers, not for users
 _CUBIN, _SOURCE, _LOG = "kernel.cubin", "kernel.cu", "kernel.log"
 
 
@@ -60,7 +60,7 @@ def compile_cuda(source: str, arch: str, *, headers: dict[str, str] | None = Non
         arch: one of ARCHS.
         headers: generated headers, file name -> text; they hide files of kernels_cu with the same name.
         options: more NVRTC options.
-        strict: warnings, spills among them, are errors.
+        strict: warnings of ptxas, spills above all, are errors.
         name: what the unit is called in messages.
     Raises:
         CompileError: the code doesn't compile. DeviceError: no NVRTC, or one that doesn't know `arch`.
@@ -88,6 +88,11 @@ def compile_cuda(source: str, arch: str, *, headers: dict[str, str] | None = Non
         return Compiled(arch, cubin, text, _move(folder, Path(root) / digest) if kept else None, False)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def nvrtc_version() -> str:
+    """Version of the NVRTC in use; DeviceError where there is none."""
+    return _nvrtc()[1]
 
 
 def cache_key(source: str, headers: dict[str, str], options, nvrtc_version: str, arch: str) -> str:

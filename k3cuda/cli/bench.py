@@ -1,0 +1,100 @@
+"""`k3cuda bench`: times against the bytes that must be read."""
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+from ..runtime.cuda_driver import require_gpu
+from . import options
+from .group import Group
+from .output import Result, say
+
+KV_DTYPES = ("bf16", "fp8_e4m3")
+
+
+class Counts(click.ParamType):
+    """Positive integers with commas between them; `K` stands for 1,024."""
+
+    name = "list"
+
+    def convert(self, value, param, ctx):
+        if not isinstance(value, str):
+            return value
+        try:
+            numbers = [int(part[:-1]) * 1024 if part[-1:] in "kK" and part[:-1] else int(part) for part in value.split(",")]
+        except ValueError:
+            numbers = []
+        if not numbers or min(numbers) < 1:
+            self.fail(f"found {value!r}, wanted integers of at least 1 with commas between them", param, ctx)
+        return numbers
+
+
+@click.group(cls=Group)
+def bench():
+    """Measure this machine. Every ratio is to the read ceiling of the same run."""
+
+
+_RANK = (
+    options.flag("--tp", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", aliases=options.TP_ALIASES, help="Ranks the model is cut into."),
+    options.flag("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The one rank that runs; its collectives are looped back."),
+    options.flag("--layers", type=click.IntRange(min=1), metavar="N", help="Run the first N layers only.  [default: all]"),
+    options.flag("--rows", type=Counts(), default="1,8", show_default=True, help="Rows of a step: up to 8 belong to one sequence, more to one each."),
+    options.flag("--context", type=Counts(), default="1", show_default=True, help="Tokens of every sequence, the step's own included."),
+    options.flag("--kv-cache-dtype", type=click.Choice(KV_DTYPES), default="fp8_e4m3", show_default=True, help="Format of the MLA cache."),
+    options.OUTPUT)
+
+
+@bench.command(cls=options.Command)
+@options.model(default="kimi-k3")
+@options.flags(*_RANK)
+@click.option("--stages", is_flag=True, help="Time every stage as well.")
+def step(model, tp, rank, layers, rows, context, kv_cache_dtype, output, stages):
+    """Time decode steps of one true rank, commit included. Weights are random and made on the device; MODEL gives only the sizes.
+
+    Prints one JSON document: an object for each combination of rows and context.
+    """
+    cfg = options.config_of(model, layers)
+    options.check_rank(tp, rank)
+    require_gpu()
+    from ..runtime.cuda_bench import StepBench
+    from ..runtime.cuda_kernels import bucket_of, compile_buckets
+
+    result = Result(output)
+    slots = max([n for n in rows if n > 8], default=1)
+    bench = StepBench(cfg, tp, rank, slots=slots, max_model_len=max(max(context), 8) + 64, kv_cache_dtype=kv_cache_dtype)
+    compile_buckets(bench.backend.plan, {bucket_of(n) for n in rows}, bench.backend.kv_cache_dtype, bench.arch, sms=bench.backend.device.sms)
+    steps, by_stage = [], []
+    for tokens in context:
+        for n in rows:
+            bench.place(*(1, n) if n <= 8 else (n, 1), max(tokens, 1 if n > 8 else n))
+            steps.append(bench.step())
+            say(f"{n:3} rows, context {steps[-1]['context']:7}: {steps[-1]['ms']:8.3f} ms, {steps[-1]['ratio_to_floor']:.2f} x the floor")
+            if stages:
+                by_stage.append({"rows": n, "context": steps[-1]["context"], "stages": bench.stages()})
+    result.document({"steps": steps, "stages": by_stage, "model": model, "layers": cfg.num_hidden_layers} | _surroundings(bench), indent=1)
+    result.close()
+
+
+def _surroundings(bench) -> dict:
+    """Versions, commit, GPU, clocks and command: what a number is worth without which nothing can be compared."""
+    packages = {}
+    for name in ("k3cuda", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvidia-cuda-nvrtc"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    from ..runtime.cuda_jit import nvrtc_version
+
+    return {"commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"), "versions": packages | {"nvrtc": nvrtc_version()},
+            "gpu": bench.backend.device.name, "arch": bench.arch, "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "clocks": _said("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader"),
+            "command": " ".join(["k3cuda", *sys.argv[1:]])}
+
+
+def _said(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -33,9 +33,11 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
   float* state_at = a.state + ((size_t(layer) * a.slots + slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice;
   const bool holder = tid < S::kHolders;
   KdaState<S> state;
+  float unused[S::kCols];
+  const int length = kda_sequence_rows(m.row_slot, a.rows, first, slot);
   int accepted = 0, last[S::kHistory];          // rows of the newest accepted inputs, newest last
-  for (int r = first;; r += S::kBatch) {
-    int n = kda_batch_rows<S>(m.row_slot, a.rows, r, slot);
+  for (int r = first; r < first + length; r += S::kBatch) {
+    const int left = first + length - r, n = left < S::kBatch ? left : S::kBatch;
     u32 take = __ballot_sync(kFullWarp, lane_id() < n && m.row_accepted[lane_id() < n ? r + lane_id() : first] != 0);
     if (take && !accepted && holder) state.load(state_at);
     __syncthreads();                            // the batch before is used up
@@ -51,13 +53,12 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
     __syncthreads();
     for (int i = 0; i < n; ++i) {
       if (!(take >> i & 1)) continue;
-      if (holder) state.advance(m.k[i], m.fade[i], m.v[i], m.beta[i]);
+      if (holder) state.template advance<false>(m.k[i], m.fade[i], m.v[i], m.beta[i], unused);
       K3_UNROLL
       for (int j = 0; j + 1 < S::kHistory; ++j) last[j] = last[j + 1];
       last[S::kHistory - 1] = r + i;
       ++accepted;
     }
-    if (n < S::kBatch) break;
   }
   if (!accepted) return;
   if (holder) state.store(state_at);

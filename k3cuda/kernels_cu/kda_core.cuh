@@ -79,7 +79,9 @@ struct KdaInputs {
   uint4 vector[S::kVectors];
   float gate[S::kGates], beta;
 
+  // At most a batch of the n rows from `first` on.
   K3_DEVICE void load(const KdaMix& a, int head, int part, int first, int n) {
+    if (n > S::kBatch) n = S::kBatch;
     const int tid = threadIdx.x, channels = a.heads * S::kDim;
     K3_UNROLL
     for (int i = 0; i < S::kVectors; ++i) {
@@ -106,31 +108,42 @@ struct KdaInputs {
   }
 };
 
-// Conv and SiLU of a batch, two channels a turn. `done`: rows of the sequence before it.
-template <class S>
+// Conv and SiLU of a batch; a thread takes two channels of kRun rows, whose chains of instructions overlap. `done`: rows of the
+// sequence before the batch.
+template <class S, int kRun>
 K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int done, int n) {
   constexpr int kPairs = S::kChannels / 2;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < n * kPairs; i += S::kThreads) {
-    int row = i / kPairs, c = i % kPairs * 2;
+  for (int i = threadIdx.x; i < (n + kRun - 1) / kRun * kPairs; i += S::kThreads) {
+    int row = i / kPairs * kRun, c = i % kPairs * 2, v = c - 2 * S::kDim;
     f32x4 t = m.taps[c], u = m.taps[c + 1];
-    u32 x[S::kWidth];
+    float x[kRun + S::kHistory], w[kRun + S::kHistory];
     K3_UNROLL
-    for (int j = 0; j < S::kWidth; ++j) x[j] = *(const u32*)&m.inputs[(done + row + j) % S::kRing][c];
-    float y = __uint_as_float(x[0] << 16) * t.x, z = __uint_as_float(x[0] & 0xffff0000u) * u.x;
-    y = fmaf(__uint_as_float(x[1] << 16), t.y, y), z = fmaf(__uint_as_float(x[1] & 0xffff0000u), u.y, z);
-    y = fmaf(__uint_as_float(x[2] << 16), t.z, y), z = fmaf(__uint_as_float(x[2] & 0xffff0000u), u.z, z);
-    y = fmaf(__uint_as_float(x[3] << 16), t.w, y), z = fmaf(__uint_as_float(x[3] & 0xffff0000u), u.w, z);
-    f32x2 out = {y * sigmoid(y), z * sigmoid(z)};
-    int v = c - 2 * S::kDim;
-    *(f32x2*)(c < S::kDim ? &m.q[row][c] : v < 0 ? &m.k[row][c - S::kDim] : &m.v[row][v]) = out;
-    if (v >= 0) *(f32x2*)&a.v[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + v] = out;
+    for (int j = 0; j < kRun + S::kHistory; ++j) {
+      u32 both = *(const u32*)&m.inputs[(done + row + j) % S::kRing][c];
+      x[j] = __uint_as_float(both << 16), w[j] = __uint_as_float(both & 0xffff0000u);
+    }
+    float* to = c < S::kDim ? &m.q[row][c] : v < 0 ? &m.k[row][c - S::kDim] : &m.v[row][v];
+    const int stride = v < 0 ? S::kDim : S::kSlice;
+    float y[kRun], z[kRun];
+    K3_UNROLL
+    for (int r = 0; r < kRun; ++r) {
+      y[r] = fmaf(x[r + 3], t.w, fmaf(x[r + 2], t.z, fmaf(x[r + 1], t.y, x[r] * t.x)));
+      z[r] = fmaf(w[r + 3], u.w, fmaf(w[r + 2], u.z, fmaf(w[r + 1], u.y, w[r] * u.x)));
+      y[r] *= sigmoid(y[r]);
+      z[r] *= sigmoid(z[r]);
+    }
+    K3_UNROLL
+    for (int r = 0; r < kRun; ++r) {
+      if (row + r >= n) break;
+      *(f32x2*)(to + r * stride) = f32x2{y[r], z[r]};
+      if (v >= 0) *(f32x2*)&a.v[(size_t(first + row + r) * a.heads + head) * S::kDim + part * S::kSlice + v] = f32x2{y[r], z[r]};
+    }
   }
 }
 
-// log decay = lower_bound sigmoid(exp(A_log) (f + dt_bias)); its record, and exp of it for the recurrence.
+// f + dt_bias of every key channel, where the decay will stand.
 template <class S>
-K3_DEVICE void kda_gate(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int done, int n) {
+K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n) {
   int g = lane_id() / 4, t = lane_id() % 4;
   const bf16* x = &m.inputs[(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;
   for (int tile = warp_id(); tile < S::kTiles; tile += S::kWarps) {
@@ -145,27 +158,40 @@ K3_DEVICE void kda_gate(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head
     K3_UNROLL
     for (int e = 0; e < 4; ++e) {
       int row = 2 * t + e % 2, channel = tile * 16 + g + e / 2 * 8;
-      float decay = a.lower_bound * sigmoid(scale * (tree_sum<S::kSteps>(&leaf[0][e], 4) + m.bias[channel]));
-      if (row >= n) continue;
-      m.fade[row][channel] = expf(decay);
-      if (channel / S::kSlice == part) a.decay[(size_t(first + row) * a.heads + head) * S::kDim + channel] = decay;
+      if (row < n) m.fade[row][channel] = tree_sum<S::kSteps>(&leaf[0][e], 4) + m.bias[channel];
     }
   }
 }
 
-// Rows of q and k to unit length, q times dim^-1/2; a warp a row.
+// log decay = lower_bound sigmoid(exp(A_log) (f + dt_bias)); its record, and exp of it for the recurrence.
+template <class S>
+K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int n) {
+#pragma unroll 2
+  for (int i = threadIdx.x; i < n * S::kDim; i += S::kThreads) {
+    int row = i / S::kDim, channel = i % S::kDim;
+    float decay = a.lower_bound * sigmoid(scale * m.fade[row][channel]);
+    m.fade[row][channel] = expf(decay);
+    if (channel / S::kSlice == part) a.decay[(size_t(first + row) * a.heads + head) * S::kDim + channel] = decay;
+  }
+}
+
+// Rows of q and k to unit length, q times dim^-1/2; a warp a row, the last warp first: the first ones are busy with decays.
 template <class S>
 K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int n) {
-  for (int job = warp_id(); job < 2 * n; job += S::kWarps) {
-    int row = job / 2, at = 4 * lane_id();
-    bool is_k = job % 2;
-    float* p = (is_k ? m.k[row] : m.q[row]) + at;
-    f32x4 y = load4(p);
-    float inv = inverse_sqrt(warp_sum((y.x * y.x + y.y * y.y) + (y.z * y.z + y.w * y.w)) + a.l2_eps);
-    if (!is_k) inv *= inverse_sqrt(float(S::kDim));
-    y = f32x4{y.x * inv, y.y * inv, y.z * inv, y.w * inv};
-    store4(p, y);
-    if (is_k && at / S::kSlice == part) store4(a.k + (size_t(first + row) * a.heads + head) * S::kDim + at, y);
+  for (int row = S::kWarps - 1 - warp_id(); row < n; row += S::kWarps) {
+    const int at = 4 * lane_id();
+    f32x4 q = load4(&m.q[row][at]), k = load4(&m.k[row][at]);
+    float qq = (q.x * q.x + q.y * q.y) + (q.z * q.z + q.w * q.w), kk = (k.x * k.x + k.y * k.y) + (k.z * k.z + k.w * k.w);
+    K3_UNROLL
+    for (int d = 1; d < kWarpSize; d *= 2) {
+      qq += __shfl_xor_sync(kFullWarp, qq, d);
+      kk += __shfl_xor_sync(kFullWarp, kk, d);
+    }
+    float iq = inverse_sqrt(qq + a.l2_eps) * inverse_sqrt(float(S::kDim)), ik = inverse_sqrt(kk + a.l2_eps);
+    k = f32x4{k.x * ik, k.y * ik, k.z * ik, k.w * ik};
+    store4(&m.q[row][at], f32x4{q.x * iq, q.y * iq, q.z * iq, q.w * iq});
+    store4(&m.k[row][at], k);
+    if (at / S::kSlice == part) store4(a.k + (size_t(first + row) * a.heads + head) * S::kDim + at, k);
   }
 }
 
@@ -227,35 +253,38 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
   }
   kda_load_weights<S>(a, m, head, part, slot);
   const float scale = expf(a.a_log[head]);
-  int n = kda_batch_rows<S>(a.row_slot, a.rows, first, slot);
+  const int length = kda_sequence_rows(a.row_slot, a.rows, first, slot);
   if constexpr (S::kSplit > 1) cluster_wait();  // every block's inbox stands
   ready();
 
   KdaInputs<S> in;
-  in.load(a, head, part, first, n);
-  for (int done = 0; n > 0; done += S::kBatch) {
-    const int row = first + done, rows = n, turn = done / S::kBatch;
-    in.store(m, done, rows);
+  in.load(a, head, part, first, length);
+  for (int done = 0; done < length; done += S::kBatch) {
+    const int row = first + done, left = length - done, n = left < S::kBatch ? left : S::kBatch;
+    in.store(m, done, n);
     __syncthreads();
-    kda_conv<S>(a, m, head, part, row, done, rows);
-    kda_gate<S>(a, m, scale, head, part, row, done, rows);
+    if (n == 1) kda_conv<S, 1>(a, m, head, part, row, done, n);
+    else kda_conv<S, 4>(a, m, head, part, row, done, n);
+    kda_low_rank<S>(m, done, n);
     float gate[S::kGates];
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) gate[i] = in.gate[i];
+    if (left > S::kBatch) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
     __syncthreads();
-    kda_l2norm<S>(a, m, head, part, row, rows);
-    n = rows < S::kBatch ? 0 : kda_batch_rows<S>(a.row_slot, a.rows, row + S::kBatch, slot);
-    if (n > 0) in.load(a, head, part, row + S::kBatch, n);   // under the recurrence
+    kda_decay<S>(a, m, scale, head, part, row, n);
+    kda_l2norm<S>(a, m, head, part, row, n);
     __syncthreads();
-    if (holder)
-      for (int r = 0; r < rows; ++r) {
-        state.advance(m.k[r], m.fade[r], m.v[r], m.beta[r]);
-        float o[S::kCols];
+    if (holder) {
+      float o[S::kCols] = {};
+      for (int r = 0; r < n; ++r) {
+        state.template advance<true>(m.k[r], m.fade[r], m.v[r], m.beta[r], o);
+        if (r) state.put(o, m.o[r - 1]);
         state.partial(m.q[r], o);
-        state.fold(o);
-        state.put(o, m.o[r]);
       }
+      state.template fold<false>(o, o);
+      state.put(o, m.o[n - 1]);
+    }
     __syncthreads();
-    kda_finish<S>(a, m, gate, head, part, row, rows, turn);
+    kda_finish<S>(a, m, gate, head, part, row, n, done / S::kBatch);
   }
 }

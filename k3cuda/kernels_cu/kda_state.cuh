@@ -76,11 +76,17 @@ struct KdaState {
       sum[c] = leaf[0];
     }
   }
-  static K3_DEVICE void fold(float (&sum)[S::kCols]) {
+  // kPending: also `more`, sums of an earlier row, so that their way through the warp costs nothing.
+  template <bool kPending>
+  static K3_DEVICE void fold(float (&sum)[S::kCols], float (&more)[S::kCols]) {
     K3_UNROLL
-    for (int d = 16; d >= 4; d /= 2)
+    for (int d = 16; d >= 4; d /= 2) {
       K3_UNROLL
-      for (int c = 0; c < S::kCols; ++c) sum[c] += __shfl_xor_sync(kFullWarp, sum[c], d);
+      for (int c = 0; c < S::kCols; ++c) {
+        sum[c] += __shfl_xor_sync(kFullWarp, sum[c], d);
+        if constexpr (kPending) more[c] += __shfl_xor_sync(kFullWarp, more[c], d);
+      }
+    }
   }
   // Sums that every group has, written by one.
   static K3_DEVICE void put(const float (&sum)[S::kCols], float* row) {
@@ -89,7 +95,9 @@ struct KdaState {
     for (int c = 0; c < S::kCols; ++c) row[column() + c] = sum[c];
   }
   // One token: decay along the keys, predict v from k, correct. `fade` is exp of the log decay.
-  K3_DEVICE void advance(const float* k, const float* fade, const float* v, float beta) {
+  // kPending: folds `more` meanwhile.
+  template <bool kPending>
+  K3_DEVICE void advance(const float* k, const float* fade, const float* v, float beta, float (&more)[S::kCols]) {
     K3_UNROLL
     for (int j = 0; j < S::kRuns; ++j) {
       f32x4 f = load4(fade + (j * S::kGroups + group()) * 4);
@@ -100,7 +108,7 @@ struct KdaState {
     }
     float seen[S::kCols];
     partial(k, seen);
-    fold(seen);
+    fold<kPending>(seen, more);
     K3_UNROLL
     for (int c = 0; c < S::kCols; ++c) seen[c] = beta * (v[column() + c] - seen[c]);
     K3_UNROLL
@@ -117,12 +125,13 @@ struct KdaState {
   }
 };
 
-// Rows of `slot` from `first` on, at most kBatch: neighbours of one sequence.
-template <class S>
-K3_DEVICE int kda_batch_rows(const int* row_slot, int rows, int first, int slot) {
-  int r = first + lane_id();
-  u32 same = __ballot_sync(kFullWarp, lane_id() < S::kBatch && r < rows && row_slot[r < rows ? r : first] == slot);
-  int n = 0;
-  while (same >> n & 1) ++n;
-  return n;
+// Rows of `slot` from `first` on: neighbours of one sequence.
+K3_DEVICE int kda_sequence_rows(const int* row_slot, int rows, int first, int slot) {
+  for (int n = 0;; n += kWarpSize) {
+    int r = first + n + lane_id();
+    u32 same = __ballot_sync(kFullWarp, r < rows && row_slot[r < rows ? r : first] == slot);
+    if (same == kFullWarp) continue;
+    while (same >> n % kWarpSize & 1) ++n;
+    return n;
+  }
 }

@@ -20,7 +20,7 @@ import core_kernels as ck  # noqa: E402
 D, HEADS, LAYERS, HIDDEN, LATENT, PARTS = 128, 6, 69, 7168, 3584, 16
 C = HEADS * D
 RESIDENT = 96 << 20   # bytes of states that launches rotate over: more than any L2 here
-MIXES = ((8, 2, 256, 2), (8, 1, 256, 2), (4, 2, 256, 2), (4, 1, 256, 2), (2, 2, 256), (2, 1, 512), (1, 2, 512), (1, 4, 512))
+MIXES = ((8, 2, 256, 2), (8, 2, 384), (8, 2, 512), (4, 2, 384), (4, 2, 512), (2, 2, 384), (2, 2, 256), (1, 2, 512), (1, 4, 384), (1, 4, 256))
 COMMITS = ((1, 2), (2, 2), (4, 2), (4, 2, 256))
 NORMS = ((HIDDEN, 16, PARTS, 8, 16, 448), (HIDDEN, 16, PARTS, 8, 8, 448), (HIDDEN, 16, PARTS, 8, 8, 896), (HIDDEN, 16, PARTS, 8, 16, 224),
          (HIDDEN, 16, 1, 8, 16, 448), (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448))

@@ -31,6 +31,18 @@ K3_DEVICE float inverse_sqrt(float x) {
 }
 K3_DEVICE float sigmoid(float x) { return reciprocal(1.0f + expf(-x)); }  // expf runs to infinity below -88: the right 0
 
+// A thread's copies of 8 or 16 bytes into shared memory, all under way at once; what lies there is its own until a barrier of the block.
+#ifdef K3_HOST_SHIM
+template <int kBytes> inline void copy_async(void* dst, const void* src) { std::memcpy(dst, src, kBytes); }
+inline void copy_wait() {}
+#else
+template <int kBytes>
+K3_DEVICE void copy_async(void* dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(dst)), "l"(src), "n"(kBytes) : "memory");
+}
+K3_DEVICE void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#endif
+
 #ifdef K3_HOST_SHIM
 inline void send(float* local, u32, float v, u64*) { *local = v; }
 inline void inbox_wait(u64*, u32) { __syncthreads(); }

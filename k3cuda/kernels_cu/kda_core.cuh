@@ -47,30 +47,30 @@ K3_DEVICE size_t kda_vector_at(int i, int stride, int head, int part) {
   return size_t(which) * stride + head * S::kDim + c;
 }
 
-// Weights and the conv window, which nothing of this step writes. f_b's rows lie as MMA operands, each lane's own words; inside a
-// chunk of 16 inputs lane 4 g + t holds inputs 4 t to 4 t + 3, on both sides.
+// Weights and the conv window, which nothing of this step writes. f_b's rows lie as MMA operands, each lane's own words (row g, then
+// row g + 8); inside a chunk of 16 inputs lane 4 g + t holds inputs 4 t to 4 t + 3, on both sides.
 template <class S>
 K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int slot) {
   const int tid = threadIdx.x, channels = a.heads * S::kDim;
-  for (int tile = warp_id(); tile < S::kTiles; tile += S::kWarps) {
+  for (int tile = S::kWarps - 1 - warp_id(); tile < S::kTiles; tile += S::kWarps) {
     const bf16* p = a.f_b + (size_t(head) * S::kDim + tile * 16 + lane_id() / 4) * S::kDim + lane_id() % 4 * 4;
     K3_UNROLL
     for (int s = 0; s < S::kSteps; ++s) {
-      uint2 low = *(const uint2*)(p + s * 16), high = *(const uint2*)(p + 8 * S::kDim + s * 16);
-      m.f_b[tile][s][lane_id()] = uint4{low.x, high.x, low.y, high.y};
+      copy_async<8>(&m.f_b[tile][s][lane_id()].x, p + s * 16);
+      copy_async<8>(&m.f_b[tile][s][lane_id()].z, p + 8 * S::kDim + s * 16);
     }
   }
   for (int c = tid; c < S::kChannels; c += S::kThreads) {
     int which = c / S::kDim < 2 ? c / S::kDim : 2, channel = head * S::kDim + (which < 2 ? c % S::kDim : part * S::kSlice + c - 2 * S::kDim);
-    m.taps[c] = load4((which == 0 ? a.q_conv : which == 1 ? a.k_conv : a.v_conv) + size_t(channel) * S::kWidth);
+    copy_async<16>(&m.taps[c], (which == 0 ? a.q_conv : which == 1 ? a.k_conv : a.v_conv) + size_t(channel) * S::kWidth);
   }
   for (int i = tid; i < S::kHistory * S::kConvVectors; i += S::kThreads) {
     int j = i / S::kConvVectors, v = i % S::kConvVectors;
     size_t at = kda_vector_at<S>(v, channels * S::kHistory, head, part) + (size_t(slot) * 3 * S::kHistory + j) * channels;
-    *(uint4*)&m.inputs[j][v * 8] = *(const uint4*)(a.conv_state + at);
+    copy_async<16>(&m.inputs[j][v * 8], a.conv_state + at);
   }
-  for (int c = tid; c < S::kDim; c += S::kThreads) m.bias[c] = a.dt_bias[head * S::kDim + c];
-  for (int c = tid; c < S::kSlice; c += S::kThreads) m.norm[c] = a.o_norm[part * S::kSlice + c];
+  if (tid < S::kDim / 4) copy_async<16>(&m.bias[4 * tid], a.dt_bias + head * S::kDim + 4 * tid);
+  if (tid < S::kSlice / 4) copy_async<16>(&m.norm[4 * tid], a.o_norm + part * S::kSlice + 4 * tid);
 }
 
 // What earlier kernels of the step left for a batch of rows, on its way through registers.
@@ -141,19 +141,20 @@ K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, i
   }
 }
 
-// f + dt_bias of every key channel, where the decay will stand.
+// f + dt_bias of every key channel, where the decay will stand. Its tiles go to the last warps, the conv's channels to the first.
 template <class S>
 K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n) {
   int g = lane_id() / 4, t = lane_id() % 4;
   const bf16* x = &m.inputs[(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;
-  for (int tile = warp_id(); tile < S::kTiles; tile += S::kWarps) {
+  for (int tile = S::kWarps - 1 - warp_id(); tile < S::kTiles; tile += S::kWarps) {
     float leaf[S::kSteps][4];
     K3_UNROLL
     for (int s = 0; s < S::kSteps; ++s) {
       K3_UNROLL
       for (int e = 0; e < 4; ++e) leaf[s][e] = 0;
       uint2 f = g < n ? *(const uint2*)(x + s * 16) : uint2{0, 0};
-      mma(leaf[s], m.f_b[tile][s][lane_id()], f.x, f.y);
+      uint4 w = m.f_b[tile][s][lane_id()];
+      mma(leaf[s], uint4{w.x, w.z, w.y, w.w}, f.x, f.y);
     }
     K3_UNROLL
     for (int e = 0; e < 4; ++e) {
@@ -166,7 +167,7 @@ K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n) {
 // log decay = lower_bound sigmoid(exp(A_log) (f + dt_bias)); its record, and exp of it for the recurrence.
 template <class S>
 K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int n) {
-#pragma unroll 2
+#pragma unroll 4
   for (int i = threadIdx.x; i < n * S::kDim; i += S::kThreads) {
     int row = i / S::kDim, channel = i % S::kDim;
     float decay = a.lower_bound * sigmoid(scale * m.fade[row][channel]);
@@ -262,6 +263,7 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
   for (int done = 0; done < length; done += S::kBatch) {
     const int row = first + done, left = length - done, n = left < S::kBatch ? left : S::kBatch;
     in.store(m, done, n);
+    copy_wait();
     __syncthreads();
     if (n == 1) kda_conv<S, 1>(a, m, head, part, row, done, n);
     else kda_conv<S, 4>(a, m, head, part, row, done, n);

@@ -10,7 +10,7 @@ PRODUCTS = {
     "two_leaves": (64, 2, 6, "RowAuto<4, 2, 6, {nt}>"),
     "narrow": (40, 16, 2, "RowShape<16, 2, 1, {nt}, 4, 1, 1, 4096>"),
     "direct": (40, 16, 2, "RowShape<16, 2, 2, {nt}, 8, 1, 1, 0>"),
-    "streamed": (40, 16, 2, "RowShape<16, 2, 2, {nt}, 2, 2, 1, 16384, false>"),
+    "streamed": (40, 16, 2, "RowShape<16, 2, 1, {nt}, 16, 1, 1, 16384, false>"),
 }
 ON_HOST = ("one_leaf", "two_leaves", "narrow", "direct", "streamed")   # no clusters
 
@@ -43,10 +43,10 @@ def of_bf16(bits) -> np.ndarray:
 
 # ---- experts: a small layer with leaves of an odd and of an even number of groups ----
 
-EXPERTS, TOP_K, LATENT, WIDTH = 12, 4, 16 * 3 * 32, 2 * 2 * 32   # 16 leaves of 3 groups up, 2 leaves of 2 groups down
+EXPERTS, TOP_K, LATENT, WIDTH = 12, 4, 16 * 3 * 32, 2 * 2 * 32   # 16 leaves of 3 groups up, 2 leaves of 2 groups down; small windows
 MAX_ITEMS = 64 * TOP_K
 EXPERT_SOURCE = (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef ExpertUpShape<16, 3, {MAX_ITEMS}, 8, 16384> up_shape;\n'
-                 f"typedef ExpertDownShape<2, 2, {MAX_ITEMS}, 64, 4, 4096> down_shape;\nK3_BENCH_EXPERTS(small, 1, 1, up_shape, down_shape)\n")
+                 f"typedef ExpertDownShape<2, 2, {MAX_ITEMS}, 64, 4, 2, 8192, 24> down_shape;\nK3_BENCH_EXPERTS(small, 1, 1, up_shape, down_shape)\n")
 
 
 class ExpertCase:

@@ -135,47 +135,57 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
 // ---- w2: a row's experts summed in rising id inside a leaf, then the tree over leaves ----
 //   kLeaves, kGroups  of this rank
 //   kRows             rows of a step at most
-template <int kLeaves_, int kGroups_, int kMaxItems_, int kRows_, int kWarps_ = 8, int kRing_ = 27 * 1024>
+//   kTiles            16-row tiles of a block: neighbours, which share the loads of x and lie in one copy where there is one leaf
+//   kWindow           items whose results are kept before they are added
+template <int kLeaves_, int kGroups_, int kMaxItems_, int kRows_, int kWarps_ = 16, int kTiles_ = 2, int kRing_ = 106 * 1024, int kWindow_ = 512>
 struct ExpertDownShape {
-  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRows = kRows_, kWarps = kWarps_;
-  static constexpr int kThreads = kWarps * kWarpSize, kLeafBytes = mxfp4_leaf_bytes(kGroups);
-  static constexpr int kSlots = max_of(1, kRing_ / (kWarps * kLeafBytes));
-  static constexpr int kBarrierAt = kWarps * kSlots * kLeafBytes;
+  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRows = kRows_, kWarps = kWarps_, kTiles = kTiles_;
+  static constexpr int kThreads = kWarps * kWarpSize, kLeafBytes = mxfp4_leaf_bytes(kGroups), kChunk = kTiles * kLeafBytes;
+  static constexpr int kSlots = max_of(1, kRing_ / (kWarps * kChunk)), kRowsOut = kTiles * kTileRows, kWindow = min_of(kMaxItems, kWindow_);
+  static constexpr int kBarrierAt = kWarps * kSlots * kChunk;
   static constexpr int kResultAt = (kBarrierAt + kWarps * kSlots * 8 + 15) / 16 * 16;
-  static constexpr int kSumAt = kResultAt + kMaxItems * kTileRows * 4;
-  static constexpr int kWeightAt = kSumAt + (kLeaves > 1 ? kLeaves * kRows * kTileRows * 4 : 0);
+  static constexpr int kSumAt = kResultAt + kWindow * kRowsOut * 4;
+  static constexpr int kWeightAt = kSumAt + kLeaves * kRows * kRowsOut * 4;
   static constexpr int kListAt = kWeightAt + kMaxItems * 4;
-  static constexpr int kExpertAt = kListAt + (sizeof(ExpertList<kMaxItems>) + 3) / 4 * 4;
-  static constexpr int kSmem = kExpertAt + 2 * kMaxItems * 2;
+  static constexpr int kPlaceAt = kListAt + (sizeof(ExpertList<kMaxItems>) + 3) / 4 * 4;
+  static constexpr int kSmem = kPlaceAt + 2 * kMaxItems * 2;
+  static_assert(kMaxItems < 0xffff && (kWindow == kMaxItems || kWindow > kEntryTokens), "a window holds an entry");
 };
 
-// One block a 16-row tile. w: [expert][tile][leaf]. x: activations [item][stride]. weights: of every item.
-// epilogue(row, token, value) runs for every token below `rows`; one without experts gets zero.
-// Warps take entries in turn and leave each item's result in shared memory; no barrier until a leaf is done. Then every token adds
-// its own items in rising expert id.
+// Blocks of kTiles row tiles; those past the last tile do nothing. w: [expert][tile][leaf]. x: activations [item][stride].
+// weights: of every item. epilogue(row, token, value) runs for every token below `rows`; one without experts gets zero.
+// Warps take entries in turn and leave each item's result in shared memory; no barrier until a window of entries is done. Then every
+// token adds its own items of the window in rising expert id.
 template <class S, class Epilogue>
 K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int stride, const float* weights, int top_k, int rows,
                                    const ExpertList<S::kMaxItems>* from, u8* smem, Epilogue&& epilogue) {
   constexpr u16 kNone = 0xffff;
-  CopyRing<S::kSlots, S::kLeafBytes> ring(smem, (u64*)(smem + S::kBarrierAt));
-  float* results = (float*)(smem + S::kResultAt);    // [item][row of the tile]
-  float* sums = (float*)(smem + S::kSumAt);          // [leaf][row of the step][row of the tile], where there are several leaves
-  float* weight = (float*)(smem + S::kWeightAt);     // [item]
+  CopyRing<S::kSlots, S::kChunk> ring(smem, (u64*)(smem + S::kBarrierAt));
+  float* results = (float*)(smem + S::kResultAt);    // [position in the list, from the window's first][row of the tiles]
+  float* sums = (float*)(smem + S::kSumAt);          // [leaf][row of the step][row of the tiles]
+  float* weight = (float*)(smem + S::kWeightAt);     // [position]
   auto& list = *(ExpertList<S::kMaxItems>*)(smem + S::kListAt);
-  u16* expert = (u16*)(smem + S::kExpertAt);         // [item]; kNone: the row is not live
-  u16* order = expert + S::kMaxItems;                // [row][rank] -> item
-  const int items = rows * top_k, tile = blockIdx.x;
-  for (int i = threadIdx.x; i < items; i += S::kThreads) expert[i] = order[i] = kNone;
+  u16* place = (u16*)(smem + S::kPlaceAt);           // [item] -> position; kNone: the row is not live
+  u16* order = place + S::kMaxItems;                 // [row][rank] -> position
+  const int items = rows * top_k, tile = int(blockIdx.x) * S::kTiles;
+  if (tile >= tiles) return;
+  for (int i = threadIdx.x; i < items; i += S::kThreads) place[i] = order[i] = kNone;
+  for (int i = threadIdx.x; i < S::kLeaves * S::kRows * S::kRowsOut; i += S::kThreads) sums[i] = 0.f;
   grid_launch_next();
   grid_wait();
-  for (int i = threadIdx.x; i < items; i += S::kThreads) weight[i] = *(volatile const float*)(weights + i);
   load_list(list, from, S::kThreads);
   const int entries = list.entries;
   struct Turn { int entry, leaf; } now{warp_id(), 0}, ahead{warp_id(), 0};   // of this warp; leaf == kLeaves: done
   auto settle = [&](Turn& t) { if (t.entry >= entries) t.entry = warp_id(), ++t.leaf; };
   auto issue = [&](int to) {
     if (ahead.leaf >= S::kLeaves) return;
-    ring.issue(to, w + ((size_t(entry_expert(list.entry[ahead.entry])) * tiles + tile) * S::kLeaves + ahead.leaf) * S::kLeafBytes);
+    const u8* source = w + (size_t(entry_expert(list.entry[ahead.entry])) * tiles * S::kLeaves + ahead.leaf) * S::kLeafBytes;
+    barrier_expect(ring.full + to, S::kChunk);
+    if (S::kLeaves == 1 && tile + S::kTiles <= tiles) bulk_copy(ring.slots + to * S::kChunk, source + size_t(tile) * S::kLeafBytes, S::kChunk, ring.full + to);
+    else
+      for (int t = 0; t < S::kTiles; ++t)
+        bulk_copy(ring.slots + to * S::kChunk + t * S::kLeafBytes, source + size_t(min_of(tile + t, tiles - 1)) * S::kLeaves * S::kLeafBytes,
+                  S::kLeafBytes, ring.full + to);
     ahead.entry += S::kWarps;
     settle(ahead);
   };
@@ -191,51 +201,74 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
     for (int s = 0; s < S::kSlots; ++s) issue(s);
   uint4 next[S::kGroups];
   load_x(next, now);
-  for (int e = threadIdx.x; e < entries; e += S::kThreads)
-    for (int i = entry_first(list.entry[e]); i < entry_first(list.entry[e + 1]); ++i) expert[list.item[i]] = u16(entry_expert(list.entry[e]));
+  for (int i = threadIdx.x; i < list.items; i += S::kThreads) {
+    place[list.item[i]] = u16(i);
+    weight[i] = *(volatile const float*)(weights + list.item[i]);
+  }
   __syncthreads();
-  for (int i = threadIdx.x; i < items; i += S::kThreads) {   // an item's rank: how many experts of its row have a lower id
+  // Positions rise with the expert, so an item's rank is how many items of its row come before it.
+  for (int i = threadIdx.x; i < items; i += S::kThreads) {
     int row = i / top_k, rank = 0;
-    for (int p = 0; p < top_k; ++p) rank += expert[row * top_k + p] < expert[i];
-    if (expert[i] != kNone) order[row * top_k + rank] = u16(i);
+    for (int p = 0; p < top_k; ++p) rank += place[row * top_k + p] < place[i];
+    if (place[i] != kNone) order[row * top_k + rank] = place[i];
   }
 #pragma unroll 1
   for (int leaf = 0; leaf < S::kLeaves; ++leaf) {
+    int entry = warp_id();
 #pragma unroll 1
-    for (int entry = warp_id(); entry < entries; entry += S::kWarps) {
-      uint4 held[S::kGroups];
-      K3_UNROLL
-      for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next[i]);
-      now.entry += S::kWarps;
-      settle(now);
-      load_x(next, now);
-      float sum[4];
-      mxfp4_leaf<S::kGroups>(sum, ring.take(), held);
-      __syncwarp();
-      if (lane_id() == 0) issue(ring.slot);
-      ring.next();
-      int first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
-      K3_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        int token = lane_id() % 4 * 2 + i % 2;
-        if (token < count) results[list.item[first + token] * kTileRows + lane_id() / 4 + i / 2 * 8] = sum[i];
+    for (int begin = 0, end; begin < entries; begin = end) {
+      int base = entry_first(list.entry[begin]);
+      end = entries;
+      if (S::kWindow < S::kMaxItems && list.items - base > S::kWindow) {   // the last entry that ends inside the window
+        int low = begin + 1;
+        while (low < end) {
+          int middle = (low + end + 1) / 2;
+          if (entry_first(list.entry[middle]) - base <= S::kWindow) low = middle;
+          else end = middle - 1;
+        }
       }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows * kTileRows; i += S::kThreads) {
-      int token = i / kTileRows, row = i % kTileRows;
-      float sum = 0.f;
-      for (int rank = 0; rank < top_k; ++rank) {
-        int item = order[token * top_k + rank];
-        if (item == kNone) break;
-        sum = fmaf(weight[item], results[item * kTileRows + row], sum);
+#pragma unroll 1
+      for (; entry < end; entry += S::kWarps) {
+        uint4 held[S::kGroups];
+        K3_UNROLL
+        for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next[i]);
+        now.entry += S::kWarps;
+        settle(now);
+        load_x(next, now);
+        float sum[S::kTiles][4];
+        const u8* chunk = ring.take();
+        K3_UNROLL
+        for (int t = 0; t < S::kTiles; ++t) mxfp4_leaf<S::kGroups>(sum[t], chunk + t * S::kLeafBytes, held);
+        __syncwarp();
+        if (lane_id() == 0) issue(ring.slot);
+        ring.next();
+        int first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
+        K3_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          int token = lane_id() % 4 * 2 + i;
+          if (token >= count) continue;
+          float* to = results + (first + token - base) * S::kRowsOut + lane_id() / 4;
+          K3_UNROLL
+          for (int t = 0; t < S::kTiles; ++t) to[t * kTileRows] = sum[t][i], to[t * kTileRows + 8] = sum[t][i + 2];
+        }
       }
-      if constexpr (S::kLeaves == 1) epilogue(tile * kTileRows + row, token, sum);
-      else sums[(leaf * S::kRows + token) * kTileRows + row] = sum;
+      __syncthreads();
+      int after = entry_first(list.entry[end]);
+      for (int i = threadIdx.x; i < rows * S::kRowsOut; i += S::kThreads) {
+        int token = i / S::kRowsOut;
+        float sum = sums[leaf * S::kRows * S::kRowsOut + i];
+        for (int rank = 0; rank < top_k; ++rank) {
+          int at = order[token * top_k + rank];
+          if (at >= after) break;
+          if (at >= base) sum = fmaf(weight[at], results[(at - base) * S::kRowsOut + i % S::kRowsOut], sum);
+        }
+        sums[leaf * S::kRows * S::kRowsOut + i] = sum;
+      }
+      __syncthreads();
     }
-    if constexpr (S::kLeaves > 1) __syncthreads();
   }
-  if constexpr (S::kLeaves > 1)
-    for (int i = threadIdx.x; i < rows * kTileRows; i += S::kThreads)
-      epilogue(tile * kTileRows + i % kTileRows, i / kTileRows, tree_sum<S::kLeaves>(sums + i, S::kRows * kTileRows));
+  for (int i = threadIdx.x; i < rows * S::kRowsOut; i += S::kThreads) {
+    int row = tile * kTileRows + i % S::kRowsOut;
+    if (row < tiles * kTileRows) epilogue(row, i / S::kRowsOut, tree_sum<S::kLeaves>(sums + i, S::kRows * S::kRowsOut));
+  }
 }

@@ -1,7 +1,6 @@
 """A rank's KDA layers with random weights, states and inputs, run by the cores and by the reference."""
 from types import SimpleNamespace
 
-import cupy as cp
 import numpy as np
 from core_kernels import BF16, KdaCommit, KdaMix, down, fill, kda_mix_shared, poisoned, up
 
@@ -78,7 +77,7 @@ class Kda:
         return down(self.state), down(self.conv)
 
     def restore(self, session):
-        self.state, self.conv = up(session[0]), cp.asarray(session[1])
+        self.state, self.conv = up(session[0]), up(session[1])
 
     def reference(self, row_slot, x, session, layer=0, accepted=None):
         """The reference's buffers after kda_mix, and after the commit where `accepted` is given."""

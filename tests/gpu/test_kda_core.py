@@ -1,13 +1,10 @@
 """KDA's mixing and commit cores against the reference, and against themselves by bytes."""
+import core_kernels as ck
 import numpy as np
 import pytest
+from kda_case import BF16, Kda, live, take, with_nan
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("cupy")
-
-import core_kernels as ck  # noqa: E402
-from kda_case import BF16, Kda, live, take, with_nan  # noqa: E402
-
 # (blocks a head, value columns a thread, threads, blocks a SM)
 SHAPES = ((8, 2, 384), (8, 2, 256, 2), (8, 4), (8, 1), (4, 2, 512), (4, 2), (4, 1), (4, 4), (2, 2), (2, 4), (2, 2, 384), (1, 2, 512), (1, 4, 512))
 MIXES = {s: ck.kda_mix(*s) for s in SHAPES}

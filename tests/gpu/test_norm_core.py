@@ -1,13 +1,10 @@
 """The sum of parts, AttnRes mixture and RMSNorm of a row against float64, and against themselves by bytes."""
+import core_kernels as ck
 import numpy as np
 import pytest
+from core_kernels import BF16, down, fill, poisoned, up
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("cupy")
-
-import core_kernels as ck  # noqa: E402
-from core_kernels import BF16, down, fill, poisoned, up  # noqa: E402
-
 F32, EPS = np.float32, 1e-5
 # (n, leaves, parts, closed blocks at most, blocks a row, threads): hidden and latent of TP16, one rank, and the small model's.
 SHAPES = ((7168, 16, 16, 8, 16, 448), (7168, 16, 16, 8, 8, 448), (7168, 16, 16, 8, 8, 896), (7168, 16, 1, 8, 16, 448), (7168, 16, 16, 8, 16, 224),

@@ -1,15 +1,12 @@
 """The router's choice and the expert list against NumPy, exactly, and against themselves by bytes."""
 import ctypes
 
+import core_kernels as ck
 import numpy as np
 import pytest
+from core_kernels import down, poisoned, up
 
 pytestmark = pytest.mark.gpu
-pytest.importorskip("cupy")
-
-import core_kernels as ck  # noqa: E402
-from core_kernels import down, poisoned, up  # noqa: E402
-
 F32, I32 = np.float32, np.int32
 K3, SMALL = (896, 16), (16, 4)
 ROUTES = {(*m, r, t): ck.route(*m, r, t) for m, r, t in ((K3, 8, 384), (K3, 1, 256), (K3, 2, 128), (SMALL, 8, 128))}

@@ -220,7 +220,7 @@ def main():
 
 
 def report(bench):
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     smi = subprocess.run(["nvidia-smi", "--query-gpu=name,clocks.sm,clocks.mem,driver_version", "--format=csv,noheader"], capture_output=True, text=True)
     out = {"command": sys.argv, "commit": commit, "gpu": bench.device.name, "clocks": smi.stdout.strip(), "ceiling_tb_s": bench.ceiling / 1e12, "tp": TP,
            "mxfp4_weights_per_clock_and_sm": bench.expand_rate,

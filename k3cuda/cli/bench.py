@@ -48,8 +48,7 @@ _RANK = (
 
 @bench.command(cls=options.Command)
 @options.model(default="kimi-k3")
-@options.flags(*_RANK)
-@click.option("--stages", is_flag=True, help="Time every stage as well.")
+@options.flags(*_RANK, options.flag("--stages", is_flag=True, help="Time every stage as well."))
 def step(model, tp, rank, layers, rows, context, kv_cache_dtype, output, stages):
     """Time decode steps of one true rank, commit included. Weights are random and made on the device; MODEL gives only the sizes.
 

@@ -24,7 +24,7 @@ def options(command, name):
         yield from options(sub, f"{name} {below}".strip())
 
 
-OPTIONS = set(options(main, ""))
+OPTIONS = {pair for name, command in main.commands.items() for pair in options(command, name)}
 
 
 @pytest.fixture(scope="module")

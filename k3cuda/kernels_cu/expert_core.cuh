@@ -81,8 +81,8 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
   CopyRing<S::kSlots, S::kChunk> ring(smem, (u64*)(smem + S::kBarrierAt));
   float* partials = (float*)(smem + S::kPartialAt);   // [parity][gate, up][leaf warp][token][row]
   auto& list = *(ExpertList<S::kMaxItems>*)(smem + S::kListAt);
-  grid_launch_next();
   grid_wait();
+  grid_launch_next();
   load_list(list, from, S::kThreads);
   int units = list.entries * tile_pairs;   // a unit: a pair of tiles of an entry
   int unit = int((long long)units * blockIdx.x / gridDim.x), end = int((long long)units * (blockIdx.x + 1) / gridDim.x);
@@ -171,8 +171,8 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
   if (tile >= tiles) return;
   for (int i = threadIdx.x; i < items; i += S::kThreads) place[i] = order[i] = kNone;
   for (int i = threadIdx.x; i < S::kLeaves * S::kRows * S::kRowsOut; i += S::kThreads) sums[i] = 0.f;
-  grid_launch_next();
   grid_wait();
+  grid_launch_next();
   load_list(list, from, S::kThreads);
   const int entries = list.entries;
   struct Turn { int entry, leaf; } now{warp_id(), 0}, ahead{warp_id(), 0};   // of this warp; leaf == kLeaves: done

@@ -278,8 +278,8 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
   typename SourceOf<S, S::kRing>::type source(WeightStream<S>{w, groups, first_leaf, warp_id() / S::kWK * S::kMT}, smem);
   source.start();
   if constexpr (S::kCS > 1) cluster_arrive();
-  grid_launch_next();
   grid_wait();
+  grid_launch_next();
   uint4* shared = (uint4*)(smem + S::kXAt);
   if constexpr (S::kX == kXShared) share_tokens<S>(x, stride, rows, shared);
   LeafRun<S> run(source, Tokens<S>(x, stride, rows, first_leaf), shared + leaf_in_block * S::kPairs * S::kNT * kWarpSize);

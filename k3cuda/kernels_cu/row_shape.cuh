@@ -84,7 +84,7 @@ struct RowChoice {
   static constexpr int kRing = min_of(kNT == 1 ? 104 * 1024 : kNT == 8 && !kStream ? 48 * 1024 : 64 * 1024, kGroupBytes);
   // Few tokens: the copy's size counts, other warps' copies are on their way meanwhile. More: the warp works long enough on one copy
   // for the next to be there.
-  static constexpr int kChunk = kNT == 1 ? 8192 : max_of(2048, min_of(8192, kRing / (2 * kWK * kWM * kMT)));
+  static constexpr int kChunk = kNT == 1 && kWK * kMT <= 16 ? 8192 : max_of(2048, min_of(8192, kRing / (2 * kWK * kWM * kMT)));
   typedef RowShape<kLeaves, kSteps, kMT, kNT, kWK, kWM, kCS, kRing, !kStream, kChunk> Shape;
 };
 template <int kTotal, int kLeaves, int kSteps, int kNT, bool kPair = false>

@@ -18,7 +18,7 @@ constexpr int kTokenTiles = kRows <= kTokenTile ? 1 : kRows / kTokenTile;
 template <int kTotal, int kLeaves, int kSteps, bool kPair = false>
 struct ProductStage : StageDefaults {
   typedef RowAuto<kTotal, kLeaves, kSteps, kTokenTiles, kPair> Shape;
-  static constexpr int kTiles = kTotal, kBlocks = groups_of(kTotal, Shape::kTiles) * Shape::kCS, kThreads = Shape::kThreads,
+  static constexpr int kTiles = kTotal, kBlocks = row_blocks<Shape>(kTotal, kSms), kThreads = Shape::kThreads,
                        kCluster = Shape::kCS, kSmem = Shape::kSmem;
 };
 

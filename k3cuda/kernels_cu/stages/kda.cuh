@@ -32,8 +32,11 @@ struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps> {
   }
 };
 
-// A cluster a (row, head); only rows that open a sequence work.
-typedef KdaShape<kKdaHeadDim, kConvWidth, 8, 1> KdaLayout;
+// A cluster a (row, head); only rows that open a sequence work. Few sequences want a head spread over several SMs, many want it on one:
+// the measured best (docs/kernels.md). How it is spread changes no byte.
+constexpr int kHeadSplit = kRows <= 8 ? 2 : 1;
+typedef KdaShape<kKdaHeadDim, kConvWidth, kHeadSplit, kRows <= 8 ? 2 : 4, 256> KdaLayout;
+typedef KdaShape<kKdaHeadDim, kConvWidth, 2, 2> KdaCommitLayout;
 
 struct kda_mix : StageDefaults {
   static constexpr int kBlocks = kRows * kOwnKdaNumHeads * KdaLayout::kSplit, kThreads = KdaLayout::kThreads, kCluster = KdaLayout::kSplit,
@@ -54,8 +57,8 @@ struct kda_mix : StageDefaults {
 // Every KDA layer in one launch.
 struct kda_commit : StageDefaults {
   static constexpr int kLanes = kRows < 4 ? kRows : 4;   // sequences of a step are dealt to so many blocks
-  static constexpr int kBlocks = kNumKdaLayers * kOwnKdaNumHeads * KdaLayout::kSplit, kBlocksY = kLanes, kThreads = KdaLayout::kThreads,
-                       kSmem = sizeof(KdaCommitSmem<KdaLayout>);
+  static constexpr int kBlocks = kNumKdaLayers * kOwnKdaNumHeads * KdaCommitLayout::kSplit, kBlocksY = kLanes, kThreads = KdaCommitLayout::kThreads,
+                       kSmem = sizeof(KdaCommitSmem<KdaCommitLayout>);
   static __device__ void run(const Step& s, const OpArgs&) {
     K3_DYN_SMEM(u8, smem);
     OpArgs first = {};
@@ -63,8 +66,9 @@ struct kda_commit : StageDefaults {
                    kda_decay(s, first), kda_beta(s, first), s.kda_state_base, s.conv_state_base};
     grid_wait();
     grid_launch_next();
-    int part = blockIdx.x % KdaLayout::kSplit, head = blockIdx.x / KdaLayout::kSplit % kOwnKdaNumHeads, layer = blockIdx.x / KdaLayout::kSplit / kOwnKdaNumHeads;
-    ::kda_commit<KdaLayout>(a, *(KdaCommitSmem<KdaLayout>*)smem, layer, head, part, blockIdx.y, kLanes);
+    int part = blockIdx.x % KdaCommitLayout::kSplit, piece = blockIdx.x / KdaCommitLayout::kSplit, head = piece % kOwnKdaNumHeads,
+        layer = piece / kOwnKdaNumHeads;
+    ::kda_commit<KdaCommitLayout>(a, *(KdaCommitSmem<KdaCommitLayout>*)smem, layer, head, part, blockIdx.y, kLanes);
   }
 };
 

@@ -79,7 +79,7 @@ struct expert_up : StageDefaults {
 // The routed experts' half; shared_down is the other kernel of the stage.
 struct moe_down : StageDefaults {
   typedef ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, kRows> Shape;
-  static constexpr int kBlocks = tiles_of(kRoutedExpertHiddenSize), kThreads = Shape::kThreads, kSmem = Shape::kSmem;
+  static constexpr int kBlocks = groups_of(tiles_of(kRoutedExpertHiddenSize), Shape::kTiles), kThreads = Shape::kThreads, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, expert_weights(s),

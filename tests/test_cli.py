@@ -120,7 +120,7 @@ USAGE = {   # arguments -> exit code, and what stderr must say
     "logprobs as text": (["generate", "demo", "-p", "x", "--logprobs", "1"], 2, "add --json"),
     "output nowhere": (["generate", "demo", "-p", "x", "--output", "/no/such/f"], 2, "/no/such/f"),
     "backend names": (["generate", "demo", "-p", "x", "--decode-backend", "fast"], 2, "wanted auto, reference, standard, latency_specialized"),
-    "no GPU path": (["generate", "demo", "-p", "x", "--decode-backend", "standard"], 5, "no CUDA backend yet"),
+    "no GPU path": (["generate", "demo", "-p", "x", "--decode-backend", "latency_specialized"], 5, "not in this version yet"),
     "no checkpoint": (["generate", "/no/such", "-p", "x"], 3, "/no/such"),
     "uncuttable": (["generate", "demo", "-p", "x", "--tp", "3"], 3, "1, 2, 4"),
     "too long": (["generate", "demo", "-p", "x" * 99, "-c", "60"], 6, "the context holds 60"),

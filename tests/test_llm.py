@@ -155,7 +155,7 @@ def test_seeds(fake):
 
 @pytest.mark.parametrize("arguments, error, words", [
     ({"decode_backend": "fast"}, UsageError, "auto, reference, standard, latency_specialized"), ({"decode_backend": None}, UsageError, "wanted auto"),
-    ({"decode_backend": "standard"}, DeviceError, "no CUDA backend yet"), ({"decode_backend": "latency_specialized"}, DeviceError, "'auto'"),
+    ({"decode_backend": "standard", "activation_dtype": "bf16"}, UsageError, "its own precisions"), ({"decode_backend": "latency_specialized"}, DeviceError, "'auto'"),
     ({"tp": 0}, UsageError, "tp: found 0"), ({"tp": True}, UsageError, "tp: found True"), ({"tp": "2"}, UsageError, "tp: found '2'"),
     ({"tp": 3}, CheckpointError, "1, 2, 4"), ({"max_batch": 65}, UsageError, "from 1 to 64"), ({"max_batch": 0}, UsageError, "max_batch"),
     ({"max_model_len": 0}, UsageError, "max_model_len"), ({"max_model_len": 10**9}, ConfigError, "max_model_len"),

@@ -18,7 +18,7 @@ from .row_check import RowCheck
 
 log = logging.getLogger("k3cuda")
 
-_INPUTS = ("token_ids", "row_slot", "row_position", "logit_rows", "row_accepted")
+KDA_HEAD_DIM = 128  # a warp holds a leaf of four keys a lane (kda_state.cuh)
 _PADDING = {"token_ids": 0, "row_slot": -1, "row_position": 0, "logit_rows": -1, "row_accepted": 0}
 _KV_DTYPES = {"auto": "bf16", "bf16": "bf16", "fp8_e4m3": "fp8_e4m3"}
 
@@ -47,6 +47,9 @@ class CudaBackend:
             raise ConfigError(f"max_batch {max_batch} is outside 1 to {MAX_ROWS}")
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
+        head = source.cfg.linear_attn_config.head_dim
+        if head != KDA_HEAD_DIM:
+            raise ConfigError(f"linear_attn_config.head_dim: found {head}, the kernels are built for {KDA_HEAD_DIM}", "use the reference backend")
         self.device, self.ride = open_device(0), ride
         self.cfg: K3Config = source.cfg
         self.plan: Plan = build_plan(self.cfg, tp)

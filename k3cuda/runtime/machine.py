@@ -24,7 +24,7 @@ PACKAGES = {
 }
 LINES = ("cu13", "cu12")
 CUDA_BACKENDS = ("standard", "latency_specialized")
-NO_CUDA_BACKEND = "this build has no CUDA backend yet"
+NOT_BUILT = {"latency_specialized": "not in this version yet"}
 MIN_CAPABILITY = (9, 0)   # Hopper: the kernels use its copy engine and barriers
 # What cuInit says where a reader needs more than its name.
 _INIT_HINTS = {
@@ -168,7 +168,8 @@ def decode_backends(driver: Driver, versions: dict[str, str | None]) -> list[dic
     missing = [name for name, (_, extra) in PACKAGES.items() if extra == "base" and not versions[name]]
     lacks = {"reference": [f"missing: pip install {' '.join(missing)}"] if missing else []}
     for name in CUDA_BACKENDS:
-        lacks[name] = [NO_CUDA_BACKEND] + cuda_problems(driver, versions)
+        lacks[name] = [NOT_BUILT[name]] if name in NOT_BUILT else []
+        lacks[name] += cuda_problems(driver, versions)
     return [{"name": name, "runs": not reasons, "reasons": reasons} for name, reasons in lacks.items()]
 
 

@@ -7,8 +7,8 @@ from ..config import MAX_ROWS
 from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
 from .backend import Backend
 
-REFERENCE = "reference"
-DECODE_BACKENDS = ("auto", REFERENCE, "standard", "latency_specialized")
+REFERENCE, STANDARD = "reference", "standard"
+DECODE_BACKENDS = ("auto", REFERENCE, STANDARD, "latency_specialized")
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "fp8_e4m3")
 ACTIVATION_DTYPES = ("f32", "bf16")
 _ALIASES = {"ref": REFERENCE, "fp8": "fp8_e4m3", "bfloat16": "bf16", "float32": "f32"}
@@ -36,7 +36,7 @@ class Model:
 def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
                activation_dtype="f32") -> Model:
     """Arguments and errors of `k3cuda.LLM`."""
-    _choose_backend(decode_backend)
+    name = _choose_backend(decode_backend, activation_dtype)
     kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
     for name, value, most in (("tp", tp, None), ("max_batch", max_batch, MAX_ROWS), ("max_model_len", max_model_len, None)):
@@ -47,10 +47,8 @@ def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_mode
     try:
         eos_ids = _eos_ids(checkpoint)
         tokenizer, no_tokenizer = _tokenizer(checkpoint)
-        from .numpy_backend import NumpyBackend
-
-        backend = NumpyBackend(checkpoint, tp=tp, max_batch=max_batch, max_model_len=max_model_len, activation_dtype=activation_dtype,
-                               kv_cache_dtype=kv_cache_dtype)
+        options = {"tp": tp, "max_batch": max_batch, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
+        backend = _cuda(checkpoint, options) if name == STANDARD else _reference(checkpoint, options, activation_dtype)
     finally:
         if checkpoint is not model:
             checkpoint.close()
@@ -80,10 +78,32 @@ def choice(name: str, value, names: tuple[str, ...]) -> str:
     return found
 
 
-def _choose_backend(decode_backend) -> None:
+def _choose_backend(decode_backend, activation_dtype) -> str:
+    """REFERENCE or STANDARD. `auto` is the reference until the CUDA path is the faster one by measurement."""
     name = choice("decode_backend", decode_backend, DECODE_BACKENDS)
-    if name not in ("auto", REFERENCE):
-        raise DeviceError(f"decode_backend {name!r}: this build has no CUDA backend yet", f"use {REFERENCE!r} or 'auto', which run on the CPU")
+    if name == "auto":
+        return REFERENCE
+    if name == STANDARD:
+        if activation_dtype != "f32":
+            raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {name!r} has its own precisions", "leave it out")
+        from .cuda_driver import require_gpu
+
+        require_gpu()
+    elif name != REFERENCE:
+        raise DeviceError(f"decode_backend {name!r} is not in this version yet", f"use {REFERENCE!r} or 'auto', which run on the CPU")
+    return name
+
+
+def _reference(checkpoint, options: dict, activation_dtype: str) -> Backend:
+    from .numpy_backend import NumpyBackend
+
+    return NumpyBackend(checkpoint, activation_dtype=activation_dtype, **options)
+
+
+def _cuda(checkpoint, options: dict) -> Backend:
+    from .cuda_backend import CudaBackend
+
+    return CudaBackend(checkpoint, **options)
 
 
 def _check_count(name: str, value, most: int | None) -> None:

@@ -53,7 +53,7 @@ PACKED: dict[str, tuple[Packed, ...]] = {
     "lm_head": (_p(TILES, "lm_head"),),
 }
 # Stages of more than one kernel, in order: what passes between them is theirs alone.
-KERNELS = {"mla_attend": ("mla_attend", "mla_combine"), "moe_down": ("shared_down", "moe_down")}
+KERNELS = {"route": ("route", "route_list"), "mla_attend": ("mla_attend", "mla_combine"), "moe_down": ("shared_down", "moe_down")}
 MAX_PACKED = max(map(len, PACKED.values()))
 
 

@@ -42,25 +42,28 @@ constexpr int kMaxItems = kRows * kNumExpertsPerToken;
 typedef ExpertList<kMaxItems> StepExperts;
 K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
 
-// One block for all rows: chooses, and lists who needs which expert.
+// A block a row.
 struct route : StageDefaults {
-  static constexpr int kBatch = min_of(kRows, 16), kBlocks = 1, kThreads = 512;
-  typedef RouteShape<kNumExperts, kNumExpertsPerToken, kBatch, kThreads> Choice;
-  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Listing;
-  union Smem {
-    RouteSmem<Choice> choice;
-    ListSmem<Listing> listing;
-  };
-  static constexpr int kSmem = sizeof(Smem);
+  static constexpr int kBlocks = kRows, kThreads = 512;
+  typedef RouteShape<kNumExperts, kNumExpertsPerToken, 1, kThreads> Shape;
   static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
-    Smem& m = *(Smem*)smem;
+    __shared__ RouteSmem<Shape> smem;
     grid_wait();
     grid_launch_next();
-    for (int first = 0; first < kRows; first += kBatch)
-      route_rows<Choice>(router_logits(s), w_e_score_correction_bias(op), row_slot(s), first, kBatch, kRoutedScalingFactor, expert_ids(s), expert_weights(s), m.choice);
+    route_rows<Shape>(router_logits(s), w_e_score_correction_bias(op), row_slot(s), blockIdx.x, 1, kRoutedScalingFactor, expert_ids(s), expert_weights(s), smem);
+  }
+};
+
+// One block for all rows: lists who needs which expert.
+struct route_list : StageDefaults {
+  static constexpr int kBlocks = 1, kThreads = 512;
+  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
+  static __device__ void run(const Step& s, const OpArgs&) {
+    __shared__ ListSmem<Shape> smem;
+    grid_wait();
+    grid_launch_next();
     StepExperts& to = *step_experts(s);
-    list_experts<Listing>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, m.listing);
+    list_experts<Shape>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, smem);
   }
 };
 

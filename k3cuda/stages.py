@@ -2,6 +2,8 @@
 
 Their order here is the order inside a layer. Barriers, kernels, the reference's loop and docs/dataflow.md follow from this
 table, so a declaration that is not true must fail a test (tests/test_stages.py).
+
+A kernel may read `row_slot` undeclared to skip padding rows: the host writes inputs before a step, so nothing waits for them.
 """
 from dataclasses import dataclass
 

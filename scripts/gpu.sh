@@ -10,7 +10,8 @@ case $name in
   bench_core) exec python3 scripts/bench_core.py "$@" ;;
   sanitize)
     for tool in memcheck initcheck racecheck; do
-      compute-sanitizer --tool "$tool" --error-exitcode 1 python3 -m pytest -q -m gpu tests/gpu "$@"
+      # Probes for newer driver calls are reported as API errors. racecheck does not see that st.async orders what it signals.
+      compute-sanitizer --tool "$tool" --report-api-errors no --print-limit 20 --error-exitcode 1 python3 -m pytest -q -m gpu tests/gpu "$@"
     done ;;
   *) echo "gpu.sh: no $name; tests, bench_core or sanitize" >&2; exit 2 ;;
 esac

@@ -1,0 +1,71 @@
+// Instructions that only latent attention uses: barriers that count arrivals, boxes of a tensor, fragments, FP16 products.
+#pragma once
+#include "prims.cuh"
+
+#ifdef K3_HOST_SHIM
+#include "mla_shim.cuh"
+#else
+K3_DEVICE void gate_init(u64* bar, u32 arrivals) { barrier_init(bar, arrivals); }
+K3_DEVICE void gate_expect(u64* bar, u32 bytes) { barrier_expect(bar, bytes); }
+K3_DEVICE void gate_wait(u64* bar, u32 parity) { barrier_wait(bar, parity); }
+K3_DEVICE void gate_arrive(u64* bar) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+// A box of a tensor, described on the host (cuTensorMapEncodeTiled), to shared memory; completes on `bar` by bytes.
+struct __align__(64) TensorMap { u64 opaque[16]; };
+K3_DEVICE void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+               ::"r"(shared_address(dst)), "l"(map), "r"(0), "r"(0), "r"(z), "r"(shared_address(bar)) : "memory");
+}
+// Orders this thread's stores to shared memory before copies that the barriers let through later.
+K3_DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Threads of some warps meet; id 0 is __syncthreads.
+K3_DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+template <int kRegs>
+K3_DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegs)); }
+template <int kRegs>
+K3_DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegs)); }
+
+// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r names row r of matrix i. Lane 4 g + t gets elements 2t, 2t + 1 of row g of each.
+K3_DEVICE uint4 load_matrices(u32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+// The same transposed: elements (2t, g) and (2t + 1, g).
+K3_DEVICE uint4 load_matrices_transposed(u32 row) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
+  return v;
+}
+K3_DEVICE u32 transpose_matrix(u32 v) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+K3_DEVICE void mma_f16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+// Bytes 0, 1 (low) and 2, 3 (high) of four e4m3 values as FP16 pairs: exact, NaN stays NaN.
+K3_DEVICE void unpack_e4m3(u32 v, u32& low, u32& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(low), "=r"(high) : "r"(v));
+}
+K3_DEVICE u32 pack_f16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+K3_DEVICE u32 pack_bf16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+// Nearest e4m3, ties to even, saturating at 448; NaN stays NaN.
+K3_DEVICE u8 float_to_e4m3(float v) {
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.0f), "f"(v));
+  return u8(r);
+}
+#endif

@@ -1,0 +1,129 @@
+// Scalar bodies of mla_prims.cuh for K3_HOST_SHIM: shared addresses are offsets from the block's dynamic shared memory.
+#pragma once
+#include "prims.cuh"
+
+#ifndef __CUDA_RUNTIME_H__
+struct __align__(8) float2 { float x, y; };
+struct __align__(16) float4 { float x, y, z, w; };
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+#endif
+inline int __ffsll(u64 v) { return __builtin_ffsll(v); }
+inline u32 __byte_perm(u32 a, u32 b, u32 s) {
+  u64 both = a | u64(b) << 32;
+  u32 r = 0;
+  for (int i = 0; i < 4; ++i) r |= u32(both >> 8 * (s >> 4 * i & 7) & 0xff) << 8 * i;
+  return r;
+}
+
+// A barrier: phase in bit 0, arrivals missing, arrivals of a phase, bytes missing.
+struct HostGate { u32 phase : 1, missing : 15, arrivals : 16; int bytes; };
+static_assert(sizeof(HostGate) == 8, "stands where a barrier stands");
+inline void gate_check(HostGate* g) {
+  if (g->missing || g->bytes) return;
+  g->phase ^= 1;
+  g->missing = g->arrivals;
+  shim::cur->b->progress = true;
+}
+inline void gate_init(u64* bar, u32 arrivals) { *(HostGate*)bar = {0, arrivals, arrivals, 0}; }
+inline void gate_arrive(u64* bar) {
+  auto* g = (HostGate*)bar;
+  --g->missing;
+  gate_check(g);
+}
+inline void gate_expect(u64* bar, u32 bytes) {
+  ((HostGate*)bar)->bytes += bytes;
+  gate_arrive(bar);
+}
+inline void gate_wait(u64* bar, u32 parity) { while (((volatile HostGate*)bar)->phase == parity) shim_yield(); }
+
+inline u32 shared_address(const void* p) { return u32((const u8*)p - shim::cur->b->dyn); }
+inline u8* shared_pointer(u32 at) { return shim::cur->b->dyn + at; }
+
+// The map of the host: address, bytes of a row, bytes of a block (which is the swizzle).
+struct __align__(64) TensorMap { u64 opaque[16]; };
+inline void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
+  const u64 row = map->opaque[1], block = map->opaque[2];
+  const u8* from = (const u8*)map->opaque[0] + z * row;
+  const u32 to = shared_address(dst);
+  for (u32 i = 0; i < 16 * row; ++i) {
+    u32 at = to + i;
+    *shared_pointer(at ^ (at >> 3 & (block - 16))) = from[i];
+  }
+  ((HostGate*)bar)->bytes -= 16 * row;
+  gate_check((HostGate*)bar);
+}
+inline void fence_copies() {}
+template <int> inline void give_registers() {}
+template <int> inline void take_registers() {}
+inline void named_barrier(int id, int threads) {
+  static thread_local int count[16], turn[16];
+  int now = turn[id];
+  shim::cur->b->progress = true;
+  if (++count[id] == threads) count[id] = 0, ++turn[id];
+  else while (turn[id] == now) shim_yield();
+}
+
+inline uint4 load_matrices(u32 row) {
+  u32 r[4];
+  for (int i = 0; i < 4; ++i) std::memcpy(&r[i], shared_pointer(__shfl_sync(kFullWarp, row, 8 * i + lane_id() / 4) + lane_id() % 4 * 4), 4);
+  return {r[0], r[1], r[2], r[3]};
+}
+inline uint4 load_matrices_transposed(u32 row) {
+  u32 r[4];
+  const int g = lane_id() / 4, t = lane_id() % 4;
+  for (int i = 0; i < 4; ++i) {
+    u16 lo, hi;
+    std::memcpy(&lo, shared_pointer(__shfl_sync(kFullWarp, row, 8 * i + 2 * t) + 2 * g), 2);
+    std::memcpy(&hi, shared_pointer(__shfl_sync(kFullWarp, row, 8 * i + 2 * t + 1) + 2 * g), 2);
+    r[i] = lo | u32(hi) << 16;
+  }
+  return {r[0], r[1], r[2], r[3]};
+}
+inline u32 transpose_matrix(u32 v) {
+  const int g = lane_id() / 4, t = lane_id() % 4;
+  u32 lo = __shfl_sync(kFullWarp, v, 8 * t + g / 2), hi = __shfl_sync(kFullWarp, v, 8 * t + 4 + g / 2);
+  return (lo >> 16 * (g % 2) & 0xffff) | (hi >> 16 * (g % 2) & 0xffff) << 16;
+}
+
+inline float half_value(u32 h) {
+  int e = h >> 10 & 31, m = h & 1023;
+  float v = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(float(1024 + m), e - 25) : std::ldexp(float(m), -24);
+  return h & 0x8000 ? -v : v;
+}
+inline u32 half_bits(float v) {
+  u32 sign = __float_as_uint(v) >> 16 & 0x8000;
+  v = std::fabs(v);
+  if (v != v) return 0x7fff;
+  if (v >= 65520.0f) return sign | 0x7c00;
+  int e;
+  std::frexp(v, &e);
+  e = v == 0 || e < -13 ? -13 : e;                                  // of the last place: 2^(e - 11)
+  u32 m = u32(std::nearbyint(std::ldexp(v, 11 - e)));
+  return sign | (m < 1024 ? m : u32(e + 14) * 1024 + m - 1024);
+}
+inline u32 pack_f16(float lo, float hi) { return half_bits(lo) | half_bits(hi) << 16; }
+inline u32 pack_bf16(float lo, float hi) { return float_to_bf16(lo).bits | u32(float_to_bf16(hi).bits) << 16; }
+inline u32 e4m3_half(u32 b) {
+  int e = b >> 3 & 15, m = b & 7;
+  float v = e == 15 && m == 7 ? NAN : e ? std::ldexp(float(8 + m), e - 10) : std::ldexp(float(m), -9);
+  return half_bits(b & 0x80 ? -v : v);
+}
+inline void unpack_e4m3(u32 v, u32& low, u32& high) {
+  low = e4m3_half(v & 0xff) | e4m3_half(v >> 8 & 0xff) << 16;
+  high = e4m3_half(v >> 16 & 0xff) | e4m3_half(v >> 24) << 16;
+}
+inline void mma_f16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+  const u32 mine[6] = {a.x, a.y, a.z, a.w, b0, b1};
+  u32 all[6][kWarpSize];
+  for (int r = 0; r < 6; ++r)
+    for (int l = 0; l < kWarpSize; ++l) all[r][l] = __shfl_sync(kFullWarp, mine[r], l);
+  const int g = lane_id() / 4, q = lane_id() % 4;
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 16; ++k) {
+      int lane = k % 8 / 2, shift = k % 2 * 16;
+      float x = half_value(all[i / 2 + k / 8 * 2][4 * g + lane] >> shift & 0xffff);
+      float y = half_value(all[4 + k / 8][4 * (2 * q + i % 2) + lane] >> shift & 0xffff);
+      c[i] += x * y;
+    }
+}

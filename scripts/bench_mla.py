@@ -1,0 +1,127 @@
+"""Times latent attention on a GPU: microseconds a layer, bytes a second, fraction of the read ceiling of the same run.
+
+    python3 scripts/bench_mla.py [--quick]
+
+A case runs as a CUDA graph over several layers with caches of their own, several times the L2 cache together. Writes
+$OUT/bench_mla.json where OUT is set.
+"""
+import argparse
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+
+import cupy as cp
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests/gpu")]
+import mla_device as md  # noqa: E402
+
+from k3cuda.runtime.cuda_driver import Launch, Module, check, driver  # noqa: E402
+from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
+
+ROTATE = 512 << 20   # bytes of caches that one graph walks over: eight times the L2 cache
+#        sequences, tokens of each, rows of each
+CASES = [(1, 131072, 1), (1, 131072, 8), (64, 8192, 1), (1, 8192, 1), (1, 8192, 8), (8, 8192, 8), (1, 32768, 1), (1, 8192, 64), (1, 131072, 64)]
+QUICK = CASES[:3]
+
+
+def tiles_of(heads: int, rows: int) -> int:
+    """The narrowest group that holds a sequence's queries, or the widest there is."""
+    return next((t for t in (1, 2, 3) if heads * rows <= 8 * t), 6)
+
+
+class Bench:
+    def __init__(self):
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        self.raw = self.stream.__cuda_stream__()[1]
+        self.pool = cp.empty(ROTATE * 3 + (256 << 20), cp.uint8)
+        rng = cp.random.default_rng(7)
+        for at in range(0, self.pool.size, 256 << 20):
+            self.pool[at:at + (256 << 20)] = rng.integers(0, 256, min(256 << 20, self.pool.size - at), dtype=cp.uint8)
+        self.ceiling = self.read_ceiling()
+
+    def read_ceiling(self) -> float:
+        module = Module(compile_cuda('#include "bench_core.cuh"\n', md.device().arch).cubin)
+        out, n, best = cp.zeros(4, cp.uint32), self.pool.nbytes // 16, 0
+        for blocks in (264, 396, 528):
+            args = [ctypes.c_void_p(self.pool.data.ptr), ctypes.c_size_t(n), ctypes.c_void_p(out.data.ptr)]
+            best = max(best, n * 16 / self.time([Launch(module.function("read_all"), blocks, 512, args, stream=self.raw)]))
+        return best
+
+    def time(self, launches, repeats: int = 9) -> float:
+        """Seconds of all launches together: median of graph replays."""
+        cp.cuda.Device().synchronize()   # what the arrays were made with runs on another stream
+        with self.stream:
+            self.stream.begin_capture()
+            for launch in launches:
+                launch.launch()
+            graph = self.stream.end_capture()
+        events = [check(driver().cuEventCreate(0)) for _ in range(2)]
+        times = []
+        for _ in range(repeats + 2):
+            check(driver().cuEventRecord(events[0], self.raw))
+            graph.launch(self.stream)
+            check(driver().cuEventRecord(events[1], self.raw))
+            self.stream.synchronize()
+            times.append(check(driver().cuEventElapsedTime(*events)) / 1e3)
+        return sorted(times[2:])[repeats // 2]
+
+    def case(self, bytes_: int, heads: int, sequences: int, tokens: int, rows: int, tiles: int | None = None, blocks: int | None = None):
+        tiles = tiles or tiles_of(heads, rows)
+        groups = -(-heads * rows // (8 * tiles))
+        m = md.Mla(bytes_, heads, tiles, blocks, partials=sequences * groups * md.chunks(tokens))
+        slot_pages = tokens // md.PAGE
+        size = sequences * tokens * md.DIM * bytes_
+        layers = max(2, min(16, ROTATE // size))
+        table = cp.asarray(np.random.default_rng(0).permutation(sequences * slot_pages).reshape(sequences, slot_pages), cp.int32)
+        slot = cp.repeat(cp.arange(sequences, dtype=cp.int32), rows)
+        position = cp.asarray(np.tile(np.arange(tokens - rows, tokens), sequences), cp.int32)
+        q = md.bf16_bits(cp.random.default_rng(1).standard_normal((len(slot), heads, md.DIM)))
+        kind = {1: cp.uint8, 2: cp.uint16}[bytes_]
+        launches, parts, outs = [], [], []
+        for layer in range(layers):
+            at = layer * size
+            cache = self.pool[at:at + size].view(kind).reshape(-1, md.PAGE, md.DIM)
+            outs.append(cp.empty((len(slot), heads, md.LATENT), cp.uint16))
+            both = m.launches(q, cache, slot, position, table, outs[-1], stream=self.raw, dependent=True)
+            launches += both
+            parts.append(both[1])
+        seconds, combine = self.time(launches) / layers, self.time(parts * 4) / (4 * layers)
+        return {"kind": {1: "fp8", 2: "bf16"}[bytes_], "heads": heads, "sequences": sequences, "tokens": tokens, "rows": rows, "tiles": tiles,
+                "us": round(seconds * 1e6, 2), "combine_us": round(combine * 1e6, 2), "gb_s": round(size / seconds / 1e9),
+                "of_ceiling": round(size / seconds / self.ceiling, 3)}
+
+
+def tame(pool, bytes_: int):
+    """Random bytes as cache rows would hold NaN and enormous values: keeps magnitudes from 1/4 to 2."""
+    for at in range(0, pool.size, 256 << 20):
+        part = pool[at:at + (256 << 20)]
+        if bytes_ == 1:
+            part[...] = (part & 0x87) | 0x28 | ((part >> 2) & 0x10)
+        else:
+            part = part.view(cp.uint16)
+            part[...] = (part & 0x80ff) | 0x3f00
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    bench = Bench()
+    print(f"{md.device().name}, read ceiling {bench.ceiling / 1e12:.2f} TB/s")
+    md.build([(b, h, t) for b in (1, 2) for h in (6, 12) for t in (1, 2, 3, 6)])
+    results = []
+    for bytes_ in (1, 2):
+        tame(bench.pool, bytes_)
+        for heads in (6, 12):
+            for case in QUICK if quick else CASES:
+                results.append(bench.case(bytes_, heads, *case))
+                print(" ".join(f"{k} {v}" for k, v in results[-1].items()), flush=True)
+    if os.environ.get("OUT"):
+        (Path(os.environ["OUT"]) / "bench_mla.json").write_text(json.dumps({"ceiling_tb_s": bench.ceiling / 1e12, "cases": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

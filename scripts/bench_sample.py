@@ -1,0 +1,56 @@
+"""Times the sampler on a GPU: microseconds a launch, one and more rows, greedy and with every filter.
+
+    python3 scripts/bench_sample.py
+
+Writes $OUT/bench_sample.json where OUT is set.
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+import cupy as cp
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests/gpu")]
+from sample_device import Sample, device  # noqa: E402
+
+from k3cuda.runtime.cuda_driver import check, driver  # noqa: E402
+from k3cuda.runtime.sampling import Draw, SamplingParams  # noqa: E402
+
+VOCAB = 163840
+CASES = {"greedy": dict(temperature=0), "temperature": dict(temperature=1), "top_p": dict(temperature=1, top_p=0.95),
+         "top_k, top_p, min_p": dict(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01), "top_p, 20 logprobs": dict(temperature=1, top_p=0.95, logprobs=20)}
+
+
+def main():
+    stream = cp.cuda.Stream(non_blocking=True)
+    raw = stream.__cuda_stream__()[1]
+    logits = [(cp.random.default_rng(i).standard_normal((64, VOCAB)) * 3).astype(cp.float32) for i in range(4)]
+    events = [check(driver().cuEventCreate(0)) for _ in range(2)]
+    results = []
+    for name, params in CASES.items():
+        for rows in (1, 8, 64):
+            draws = [Draw(SamplingParams(**params).resolved({}), 7 + r, 100) for r in range(rows)]
+            samples = [Sample(x[:rows], draws, stream=raw, full=name != "greedy") for x in logits for _ in range(4)]
+            cp.cuda.Device().synchronize()
+            with stream:
+                stream.begin_capture()
+                for s in samples:
+                    s.launch.launch()
+                graph = stream.end_capture()
+            times = []
+            for _ in range(9):
+                check(driver().cuEventRecord(events[0], raw))
+                graph.launch(stream)
+                check(driver().cuEventRecord(events[1], raw))
+                stream.synchronize()
+                times.append(check(driver().cuEventElapsedTime(*events)) * 1e3 / len(samples))
+            results.append({"case": name, "rows": rows, "us": round(float(np.median(times[2:])), 2)})
+            print(device().name, results[-1], flush=True)
+    if os.environ.get("OUT"):
+        (Path(os.environ["OUT"]) / "bench_sample.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

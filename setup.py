@@ -58,5 +58,5 @@ setup(
     python_requires=">=3.11",
     install_requires=BASE,
     extras_require={"cu12": CU12, "cu13": CU13, "serve": SERVE, "test": TEST},
-    entry_points={"console_scripts": ["k3cuda=k3cuda.cli:main"]},
+    entry_points={"console_scripts": ["k3cuda=k3cuda.__main__:main"]},
 )

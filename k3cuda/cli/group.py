@@ -35,10 +35,15 @@ def arm_signals() -> None:
             signal.signal(number, _stop)
 
 
+def disarm_signals() -> None:
+    """The next signal kills."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _stop(number, frame):
-    for each in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(each) is _stop:
-            signal.signal(each, signal.SIG_DFL)
+    disarm_signals()
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
@@ -61,6 +66,7 @@ class Group(click.Group):
         arm_signals()
         code = self._run(args, prog_name, extra)
         if standalone:
+            disarm_signals()   # an interpreter that ends has nothing left to stop cleanly
             sys.exit(code)
         return code
 
@@ -80,6 +86,9 @@ class Group(click.Group):
         except MemoryError:
             return self._failed(OutOfMemory("not enough host memory", "close other programs, or lower --max-model-len"), OutOfMemory.code)
         except Exception as e:
+            if isinstance(e, OSError) and e.errno in output.FULL:   # --help and --version, which click prints itself
+                e = output.unwritable(e)
+                return self._failed(e, e.code)
             first = str(e).partition("\n")[0]
             output.show_error(K3Error(f"internal error: {type(e).__name__}: {first}",
                                       "run again with -v for the traceback, and please report it"), K3Error.code)

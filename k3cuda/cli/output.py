@@ -9,9 +9,11 @@ import time
 
 import click
 
-from ..errors import K3Error, OutOfMemory
+from ..errors import K3Error, OutOfMemory, UsageError
 
 log = logging.getLogger("k3cuda")
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)   # no more fits on the disk
 
 
 class ReaderGone(Exception):
@@ -172,9 +174,15 @@ def _guarded(write) -> None:
         raise ReaderGone from e
     except OSError as e:
         _give_up(sys.stdout, 1)
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfMemory(f"the result could not be written: {os.strerror(e.errno)}", "free some space and run again") from e
-        raise
+        raise unwritable(e) from e
+
+
+def unwritable(e: OSError) -> K3Error:
+    """What a result that could not be written is called."""
+    found = f"the result could not be written: {e.strerror or e}"
+    if e.errno in FULL:
+        return OutOfMemory(found, "free some space and run again")
+    return UsageError(found, "give a file that can be written with --output, or another stdout")
 
 
 def _give_up(stream, fd: int) -> None:

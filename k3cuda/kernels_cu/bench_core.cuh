@@ -1,26 +1,7 @@
-// Kernels of scripts/bench_core.py: the read ceiling, random weights made on the device, and the cores with a plain store.
+// Kernels of scripts/bench_core.py: random weights made on the device, and the cores with a plain store.
 #pragma once
+#include "ceiling.cuh"
 #include "expert_core.cuh"
-
-// Reads everything once, eight 16-byte loads in flight a thread: what no weight stream can beat.
-extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* p, size_t n, u32* out) {
-  u32 acc = 0;
-  size_t stride = size_t(gridDim.x) * blockDim.x, i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (; i + 7 * stride < n; i += 8 * stride) {
-    uint4 v[8];
-    K3_UNROLL
-    for (int k = 0; k < 8; ++k) v[k] = load_weights(p + i + k * stride);
-    K3_UNROLL
-    for (int k = 0; k < 8; ++k) acc ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
-  }
-  if (acc == 0x12345) out[0] = acc;
-}
-
-K3_DEVICE u32 hash(u32 v) {
-  v = (v ^ v >> 16) * 0x7feb352du;
-  v = (v ^ v >> 15) * 0x846ca68bu;
-  return v ^ v >> 16;
-}
 
 // Random BF16 pairs of magnitude 2^-6 to 2 (mode 0), random words (mode 1), or random bytes from 175 to 190 (mode 2: factor exponents).
 extern "C" __global__ void fill(u32* p, size_t n, u32 seed, int mode) {

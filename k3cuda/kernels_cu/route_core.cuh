@@ -38,7 +38,7 @@ struct RouteSmem {
 };
 
 // The kTopK best of one row's keys to chosen[0..kTopK), best first; a warp.
-// The kTopK-th best of the 32 lanes' best is no better than the kTopK-th best of all, so what is worse than it is out: about 22 of 896
+// The kTopK-th best of the 32 lanes' best is no better than the kTopK-th best of all, so what is worse than it is out: about 22 of a big model's experts
 // stay, and are ranked by counting who is better. More than the list holds (an ordered input can do it): one after the other.
 template <class S>
 K3_DEVICE void choose(const u32* keys, u64* list, int* chosen) {

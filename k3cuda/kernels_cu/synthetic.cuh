@@ -1,12 +1,7 @@
-// Random weights made on the device, and the read ceiling: what benchmarks of a rank that no checkpoint fits need.
+// Random weights made on the device: what benchmarks of a rank that no checkpoint fits need.
 #pragma once
-#include "prims.cuh"
+#include "ceiling.cuh"
 
-K3_DEVICE u32 hash(u32 v) {
-  v = (v ^ v >> 16) * 0x7feb352du;
-  v = (v ^ v >> 15) * 0x846ca68bu;
-  return v ^ v >> 16;
-}
 K3_DEVICE u32 hash(u64 i, u32 seed) { return hash(u32(i) ^ hash(u32(i >> 32) ^ hash(seed))); }
 
 // n BF16 values, uniform on [low, high].
@@ -34,18 +29,4 @@ extern "C" __global__ void fill_cache(u32* p, u64 n, u32 seed, int fp8) {
     u32 h = hash(i, seed);
     p[i] = fp8 ? (h & 0x87878787u) | 0x30303030u : (h & 0x80ff80ffu) | 0x3f003f00u;   // magnitudes 0.5 to 0.94; 0.5 to 1
   }
-}
-
-// Reads everything once, eight 16-byte loads in flight a thread: what no weight stream can beat.
-extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* p, u64 n, u32* out) {
-  u32 acc = 0;
-  u64 stride = u64(gridDim.x) * blockDim.x, i = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-  for (; i + 7 * stride < n; i += 8 * stride) {
-    uint4 v[8];
-    K3_UNROLL
-    for (int k = 0; k < 8; ++k) v[k] = load_weights(p + i + k * stride);
-    K3_UNROLL
-    for (int k = 0; k < 8; ++k) acc ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
-  }
-  if (acc == 0x12345) out[0] = acc;
 }

@@ -2,10 +2,12 @@
 import json
 import os
 
+import click
 import pytest
 from command import ENVIRONMENT, k3, k3_json
 
 from k3cuda import LLM, SamplingParams
+from k3cuda.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +105,39 @@ def test_variables():
     assert any("answer 2 tokens" in line["message"] and "seed 1" in line["message"] for line in lines)
 
 
+def test_every_flag_has_a_variable_of_its_own_name():
+    assert k3_json("generate", "demo", "-p", "hi", "-n", 1, env={"K3CUDA_GENERATE_JSON": "1"})["completion_tokens"] == 1
+    for command, arguments in main.commands.items():
+        for option in arguments.params:
+            shown = [o.lstrip("-") for o in option.opts if o.startswith("--")]
+            if isinstance(option, click.Option) and shown and option.name != "help":
+                assert f"K3CUDA_{command}_{shown[0]}".replace("-", "_").upper() in main.variables()
+
+
+def test_variables_of_commands_inside_commands_are_known():
+    done = k3("bench", "step", "--tp", "1", "--rank", "1", code=2, env={"K3CUDA_BENCH_STEP_ROWS": "1", "K3CUDA_GENERATE_SEED": "1"})
+    assert b"ignored" not in done.stderr and b"--rank: found 1" in done.stderr
+
+
+@pytest.mark.parametrize("args", [["nonsense"], ["generate", "demo", "--nonsense"], ["generate", "demo", "-p"], ["generate", "demo", "-p", "hi", "-t", "x"]])
+def test_errors_of_the_command_line_itself_are_json_too(args):
+    for flag, env in (["--log-format=json"], None), (["--log_format", "json"], None), ([], {"K3CUDA_LOG_FORMAT": "json"}):
+        line = json.loads(k3(args[0], *flag, *args[1:], code=2, env=env).stderr)
+        assert (line["level"], line["code"]) == ("error", 2) and line["message"]
+
+
+def test_a_conversation_that_cannot_be_rendered_is_told_before_a_model_is_looked_for(tmp_path):
+    (tmp_path / "m.json").write_text('[{"role": "robot", "content": "x"}]')
+    assert b"messages[0].role: found 'robot'" in k3("generate", "/no/such", "--messages", tmp_path / "m.json", code=2).stderr
+
+
 USAGE = {   # arguments -> exit code, and what stderr must say
     "no model": (["generate", "-p", "x"], 2, "no model"),
     "no prompt on a closed stdin": (["generate", "demo"], 6, "the prompt is empty"),
     "empty prompt": (["generate", "demo", "-p", ""], 6, "the prompt is empty"),
+    "stdin twice": (["generate", "demo", "--messages", "-", "--tools", "-"], 2, "--messages and --tools would both read stdin"),
+    "stdin is the prompt": (["generate", "demo", "--tools", "-"], 2, "the prompt and --tools would both read stdin"),
+    "a configuration is no checkpoint": (["generate", "kimi-k3", "-p", "x"], 3, "without weights, for plan and bench only"),
     "two prompts": (["generate", "demo", "-p", "x", "-f", "y"], 2, "--prompt and --file"),
     "two models": (["generate", "demo", "-m", "other", "-p", "x"], 2, "two models"),
     "no such file": (["generate", "demo", "-f", "/no/such"], 2, "/no/such: cannot be read"),

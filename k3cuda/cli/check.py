@@ -10,8 +10,8 @@ from .output import Result
 @options.model()
 @options.flags(
     options.flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=options.TP_ALIASES, help="Check that the model can be cut over so many ranks."),
-    options.flag("--json", "as_json", is_flag=True, help="One JSON document."), options.OUTPUT, *options.DRAFT)
-def check(model, tp, as_json, output):
+    options.flag("--json", is_flag=True, help="One JSON document."), options.OUTPUT, *options.DRAFT)
+def check(model, tp, json, output):
     """Look for everything that is wrong with a model before it is loaded.
 
     Exit code 0: nothing; 3: files missing, damaged or not matching; 4: not enough memory and nothing else.
@@ -20,7 +20,7 @@ def check(model, tp, as_json, output):
 
     result = Result(output)
     report = preflight.check(model, tp=tp)
-    if as_json:
+    if json:
         result.document(report.to_dict(), indent=2)
     else:
         result.write("\n".join(_lines(report)) + "\n")

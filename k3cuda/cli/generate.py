@@ -23,28 +23,31 @@ from .prompts import read_prompt
 @options.flags(
     options.flag("--logprobs", type=int, metavar="N", help="With --json: log-probabilities of each token and of the N most likely ones."),
     options.flag("--stream/--no-stream", default=None, help="Print text as it comes.  [default: on a terminal]"),
-    options.flag("--json", "as_json", is_flag=True, aliases=["--output-json"], help="One JSON document when done."),
-    options.flag("--jsonl", "as_lines", is_flag=True, help="A JSON object for the start, each step and the end."), options.OUTPUT)
+    options.flag("--json", is_flag=True, aliases=["--output-json"], help="One JSON document when done."),
+    options.flag("--jsonl", is_flag=True, help="A JSON object for the start, each step and the end."), options.OUTPUT)
 @options.engine
 @click.pass_context
-def generate(ctx, model, prompt, file, raw, system, reasoning_effort, no_think, messages, tools, show_thinking, logprobs, stream, as_json,
-             as_lines, output, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, no_progress, **sampling):
+def generate(ctx, model, prompt, file, raw, system, reasoning_effort, no_think, messages, tools, show_thinking, logprobs, stream, json,
+             jsonl, output, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, no_progress, **sampling):
     """Answer one prompt.
 
     The prompt comes from -p, -f, --messages or a pipe. It is rendered as a chat unless --raw is given.
     """
+    from ..runtime.chat import render
     from ..runtime.sampling import SamplingParams
 
-    _refuse_contradictions(raw, reasoning_effort, no_think, logprobs, stream, as_json, as_lines, show_thinking)
+    _refuse_contradictions(raw, reasoning_effort, no_think, logprobs, stream, json, jsonl, show_thinking)
     effort = options.effort(reasoning_effort, no_think, model)
     params = SamplingParams(**options.sampling_arguments(sampling), logprobs=logprobs)
     result = Result(output)
     source = read_prompt(prompt, file, raw=raw, system=system, messages=messages, tools=tools)
+    if not raw:
+        render(source.messages, source.tools)   # what cannot be rendered is told before a model is loaded
     llm = open_llm(model, not no_progress, tp=tp, max_model_len=max_model_len, max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
                    decode_backend=decode_backend)
     with llm:
-        if as_json or as_lines:
-            view = Json(result, llm, model, as_lines)
+        if json or jsonl:
+            view = Json(result, llm, model, jsonl)
         else:
             on_terminal = is_terminal(sys.stdout) and output is None
             thinking = on_terminal and is_terminal(sys.stderr) if show_thinking is None else show_thinking
@@ -57,7 +60,7 @@ def generate(ctx, model, prompt, file, raw, system, reasoning_effort, no_think, 
         if whole is not None:
             view.end(whole)
             result.close()
-            report(whole, is_seed_drawn=params.seed is None, is_json=as_json or as_lines)
+            report(whole, is_seed_drawn=params.seed is None, is_json=json or jsonl)
     if whole is not None and whole.error:
         raise whole.error
     return code
@@ -79,19 +82,19 @@ def _run(llm, answer, view) -> tuple[int, object]:
     return code, whole
 
 
-def _refuse_contradictions(raw, reasoning_effort, no_think, logprobs, stream, as_json, as_lines, show_thinking) -> None:
+def _refuse_contradictions(raw, reasoning_effort, no_think, logprobs, stream, json, jsonl, show_thinking) -> None:
     def refuse(first: str, second: str):
         raise UsageError(f"{first} and {second} exclude each other", "leave out one of them")
 
     if raw and (reasoning_effort or no_think):
         refuse("--raw", "--no-think" if no_think else "--reasoning-effort")
-    if as_json and as_lines:
+    if json and jsonl:
         refuse("--json", "--jsonl")
-    if stream and as_json:
+    if stream and json:
         raise UsageError("--json is one document when done and cannot be streamed", "use --jsonl, or leave out --stream")
-    if stream is False and as_lines:
+    if stream is False and jsonl:
         refuse("--jsonl", "--no-stream")
-    if show_thinking and (as_json or as_lines):
+    if show_thinking and (json or jsonl):
         raise UsageError("--show-thinking prints reasoning on stderr, which is in the JSON already", "leave it out")
-    if logprobs is not None and not (as_json or as_lines):
+    if logprobs is not None and not (json or jsonl):
         raise UsageError("--logprobs are shown in JSON only", "add --json or --jsonl")

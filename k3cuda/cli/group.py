@@ -47,6 +47,16 @@ def _stop(number, frame):
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
+def _wants_json_log(args) -> bool:
+    """Whether errors of the command line itself, which come before any flag is obeyed, are to be JSON."""
+    asked = os.environ.get("K3CUDA_LOG_FORMAT", "")
+    for word, following in zip(args, [*args[1:], ""]):
+        name, _, value = str(word).partition("=")
+        if name.replace("_", "-") == "--log-format":
+            asked = value or str(following)
+    return asked.lower() == "json"
+
+
 class Group(click.Group):
     """A group whose commands return their exit code, or None for 0, and raise K3Error."""
 
@@ -63,6 +73,7 @@ class Group(click.Group):
     def main(self, args=None, prog_name="k3cuda", **extra):
         standalone = extra.pop("standalone_mode", True)
         output.protect_streams()
+        output.log_as_json(_wants_json_log(sys.argv[1:] if args is None else args))
         arm_signals()
         code = self._run(args, prog_name, extra)
         if standalone:
@@ -101,18 +112,21 @@ class Group(click.Group):
         log.debug("traceback", exc_info=error)
         return code
 
-    def variables(self) -> set[str]:
+    def variables(self, prefix: str = "K3CUDA") -> set[str]:
         """Every variable that some flag reads, and OTHER_VARIABLES."""
         names = set(OTHER_VARIABLES)
         for command in self.commands.values():
+            own = f"{prefix}_{command.name}".upper()
+            if isinstance(command, Group):
+                names |= command.variables(own)
             for param in command.params:
                 names.update([param.envvar] if isinstance(param.envvar, str) else param.envvar or ())
                 if isinstance(param, click.Option):
-                    names.add(f"K3CUDA_{command.name}_{param.name}".upper())
+                    names.add(f"{own}_{param.name}".upper())
         return names
 
     def _warn_of_unknown_variables(self, ctx) -> None:
-        if ctx.resilient_parsing:
+        if ctx.resilient_parsing or ctx.parent:   # a group inside another knows only its own
             return
         known = self.variables()
         unknown = sorted(n for n in os.environ if n.startswith("K3CUDA_") and n not in known)

@@ -6,14 +6,14 @@ from .output import Result
 
 
 @click.command(cls=options.Command)
-@options.flags(options.flag("--json", "as_json", is_flag=True, help="One JSON document."), options.OUTPUT)
-def info(as_json, output):
+@options.flags(options.flag("--json", is_flag=True, help="One JSON document."), options.OUTPUT)
+def info(json, output):
     """Show machine, driver, packages, and which decode backends run here."""
     from ..runtime import machine
 
     result = Result(output)
     report = machine.report()
-    if as_json:
+    if json:
         result.document(report, indent=2)
     else:
         result.write("\n".join(_lines(report)) + "\n")

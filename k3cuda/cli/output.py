@@ -44,10 +44,15 @@ class _Handler(logging.Handler):
 _handler = _Handler()
 
 
+def log_as_json(wanted: bool) -> None:
+    """Lines on stderr as JSON objects or as text."""
+    _handler.as_json = wanted
+
+
 def configure_logging(level: str | None, quiet: bool, verbose: bool, log_format: str) -> None:
     """-v and -q win over the level; without any of them info on a terminal, warnings elsewhere. Only our own logger is touched."""
     level = "debug" if verbose else "error" if quiet else level or ("info" if is_terminal(sys.stderr) else "warning")
-    _handler.as_json = log_format == "json"
+    log_as_json(log_format == "json")
     log.setLevel(level.upper())
     log.propagate = False
     if _handler not in log.handlers:

@@ -8,7 +8,8 @@ from .output import Result
 @click.command(cls=options.Command)
 @options.model(default="kimi-k3")
 @options.flags(
-    options.flag("--tp", type=click.IntRange(min=1), metavar="N", help="Ranks to cut the model over.  [default: 1; with --markdown the most]"),
+    options.flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=options.TP_ALIASES,
+                 help="Ranks to cut the model over.  [default: 1; with --markdown the most]"),
     options.flag("--markdown", is_flag=True, help="The whole page, with bytes, buffers and weights."), options.OUTPUT)
 def plan(model, tp, markdown, output):
     """Print the operations of one decode step. Only the model's config.json is read; kimi-k3 is the released one."""

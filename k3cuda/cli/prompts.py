@@ -27,6 +27,9 @@ def read_prompt(prompt, file, *, raw=False, system=None, messages=None, tools=No
         raise UsageError(f"{' and '.join(given)} exclude each other", "give one prompt")
     if raw and (extra := [f for f, v in (("--system", system), ("--messages", messages), ("--tools", tools)) if v is not None]):
         raise UsageError(f"--raw sends text as it is, without {', '.join(extra)}", "leave out one or the other")
+    readers = [flag for flag, value in (("--prompt", prompt), ("--file", file), ("--messages", messages), ("--tools", tools)) if value == STDIN]
+    if len(readers) > bool(given):   # where no prompt is given, stdin is the prompt
+        raise UsageError(f"{' and '.join(readers if given else ['the prompt', *readers])} would both read stdin", "give one of them a file")
     if messages is None:
         text = read_text(prompt, file, whole=raw)
         if not text:

@@ -17,8 +17,8 @@ from .prompts import read_prompt, read_text
                options.flag("--decode", is_flag=True, help="The text is ids; print what they stand for."))
 @options.conversation
 @options.documents
-@options.flags(options.flag("--json", "as_json", is_flag=True, help="One JSON document."), options.OUTPUT)
-def tokenize(model, prompt, file, chat, decode, system, reasoning_effort, no_think, messages, tools, as_json, output):
+@options.flags(options.flag("--json", is_flag=True, help="One JSON document."), options.OUTPUT)
+def tokenize(model, prompt, file, chat, decode, system, reasoning_effort, no_think, messages, tools, json, output):
     """Show the token ids of a text, or the text of ids."""
     chat_only = [f for f, v in (("--system", system), ("--reasoning-effort", reasoning_effort), ("--no-think", no_think or None),
                                 ("--messages", messages), ("--tools", tools)) if v is not None]
@@ -35,7 +35,7 @@ def tokenize(model, prompt, file, chat, decode, system, reasoning_effort, no_thi
         text = read_text(prompt, file, whole=True)
         ids = _ids(text, tokenizer.vocab_size) if decode else tokenizer.encode(text)
         text = tokenizer.decode(ids) if decode else text
-    if as_json:
+    if json:
         names = {number: name for name, number in tokenizer.special.items()}
         tokens = [names.get(i) or tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
         result.document({"model": model, "count": len(ids), "token_ids": ids, "tokens": tokens, "text": text})

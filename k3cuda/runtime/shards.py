@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..config import RELEASED
 from ..weights import SKIPPED_PREFIXES
 from .downloads import hub_leftovers, other_kind, partial_download
 from .findings import Finding, counted, shown
@@ -45,6 +46,7 @@ def open_shards(path: Path) -> Shards:
     elif not os.path.isdir(path):
         shards = Shards(path)
         shards.add(path, "no folder and no .safetensors file" if os.path.exists(path) else "no such folder", "the folder of a checkpoint",
+                   "this name is a configuration without weights, for plan and bench only" if str(path) == RELEASED else
                    "correct the path, or download the release there")
     elif os.path.lexists(path / INDEX):
         shards = Shards(path, index=path / INDEX)

@@ -1,7 +1,6 @@
 """What a release's config.json says, every key checked, and the sizes that follow from it."""
 import json
 import logging
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from .errors import ConfigError
 log = logging.getLogger("k3cuda")
 
 MODEL_TYPE, TEXT_MODEL_TYPE = "kimi_k3", "kimi_linear"
+F32_RANGE = (2.0**-126, 2.0**128 - 2.0**104)  # smallest normal number, largest number
 PAGE_SIZE = 64      # tokens in one page of the MLA cache; a page divides every chunk of a split context
 MAX_ROWS = 64       # rows of one decode step
 MXFP4_GROUP = 32    # weights that share one E8M0 scale, along the input axis
@@ -154,7 +154,7 @@ def _where(source) -> str:
 def _load_json(path: Path) -> dict:
     path = path / "config.json" if path.is_dir() else path
     try:
-        top = json.loads(path.read_text(encoding="utf-8"))
+        top = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror or e}", "give the folder of a Kimi K3 checkpoint") from e
     except (ValueError, RecursionError) as e:
@@ -164,15 +164,22 @@ def _load_json(path: Path) -> dict:
     return top
 
 
+def _each_once(pairs: list) -> dict:
+    level = dict(pairs)
+    if len(level) < len(pairs):
+        raise ValueError("a key given twice in one object: " + ", ".join(k for k in level if [key for key, _ in pairs].count(k) > 1)[:60])
+    return level
+
+
 def _read_keys(top: dict, problems: list[str]) -> dict:
     text = top.get("text_config")
     if top.get("model_type") != MODEL_TYPE:
-        problems.append(f"model_type: found {top.get('model_type')!r}, wanted {MODEL_TYPE!r}")
+        problems.append(f"model_type: found {top.get('model_type')!r:.60}, wanted {MODEL_TYPE!r}")
     if not isinstance(text, dict):
         problems.append(f"text_config: found {type(text).__name__}, wanted an object")
         return {}
     if text.get("model_type") != TEXT_MODEL_TYPE:
-        problems.append(f"text_config.model_type: found {text.get('model_type')!r}, wanted {TEXT_MODEL_TYPE!r}")
+        problems.append(f"text_config.model_type: found {text.get('model_type')!r:.60}, wanted {TEXT_MODEL_TYPE!r}")
     if top.get("tie_word_embeddings", False) is not False:
         problems.append(f"tie_word_embeddings: found {top['tie_word_embeddings']!r}, wanted False")
     linear = text.get("linear_attn_config")
@@ -196,13 +203,13 @@ def _read_level(level: dict, cls, fixed: dict, prefix: str, values: dict, proble
         if key not in level:
             problems.append(f"{prefix}{key}: missing, wanted {want!r}")
         elif level[key] != want or type(level[key]) is not type(want):
-            problems.append(f"{prefix}{key}: found {level[key]!r}, wanted {want!r}")
+            problems.append(f"{prefix}{key}: found {level[key]!r:.60}, wanted {want!r}")
     for field in fields(cls):
         if field.name in skip:
             continue
         known.add(field.name)
         if field.name not in level:
-            problems.append(f"{prefix}{field.name}: missing")
+            problems.append(f"{prefix}{field.name}: missing, wanted {_wanted(field.type)}")
             continue
         values[field.name] = _value(level[field.name], field.type, prefix + field.name, problems)
     _refuse_unknown(level, known, prefix, problems)
@@ -213,15 +220,15 @@ def _value(found, kind, name: str, problems: list[str]):
     if kind in (int, "int"):
         if isinstance(found, int) and number and 0 <= found < 2**40:
             return found
-        problems.append(f"{name}: found {found!r}, wanted a non-negative integer")
+        problems.append(f"{name}: found {found!r:.60}, wanted a non-negative integer")
     elif kind in (float, "float"):
-        if number and math.isfinite(found):
+        if number and (found == 0 or F32_RANGE[0] <= abs(found) <= F32_RANGE[1]):  # else 0 or infinity where it is used
             return float(found)
-        problems.append(f"{name}: found {found!r}, wanted a finite number")
+        problems.append(f"{name}: found {found!r:.60}, wanted a number that F32 holds")
     elif isinstance(found, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in found):
         return tuple(found)
     else:
-        problems.append(f"{name}: found {found!r}, wanted a list of integers")
+        problems.append(f"{name}: found {found!r:.60}, wanted a list of integers")
     return None
 
 
@@ -231,9 +238,10 @@ def _token_id(key: str, top: dict, text: dict, problems: list[str]):
     if len(found) == 2 and found[0] != found[1]:
         problems.append(f"{key}: {found[0]!r} at the top, {found[1]!r} in text_config")
     value = found[0] if found else None
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    several = isinstance(value, list) and key == "eos_token_id"
+    ids = value if several else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        problems.append(f"{key}: found {value!r}, wanted a token id")
+        problems.append(f"{key}: found {value!r:.60}, wanted a token id")
     return tuple(ids) if key == "eos_token_id" else value
 
 
@@ -244,7 +252,7 @@ def _refuse_unknown(level: dict, known: set, prefix: str, problems: list[str]) -
         if level[key] is None or level[key] is False:
             harmless.append(prefix + key)
         else:
-            problems.append(f"{prefix}{key}: unknown key with value {str(level[key])[:60]!r} could change the model")
+            problems.append(f"{prefix}{key[:60]}: unknown key with value {str(level[key])[:60]!r} could change the model")
     if harmless:
         log.info("config: ignored unset keys %s", ", ".join(harmless))
 
@@ -276,7 +284,7 @@ def _contradictions(cfg: K3Config) -> list[str]:
          f"num_experts_per_token {cfg.num_experts_per_token} is more than num_experts {cfg.num_experts}")
     for name in ("moe_intermediate_size", "routed_expert_hidden_size"):
         want(getattr(cfg, name) % MXFP4_GROUP == 0, f"{name} {getattr(cfg, name)} is no multiple of the MXFP4 group of {MXFP4_GROUP}")
-    want(cfg.rms_norm_eps > 0, f"rms_norm_eps: found {cfg.rms_norm_eps}, wanted more than 0")
+    want(0 < cfg.rms_norm_eps < 1, f"rms_norm_eps: found {cfg.rms_norm_eps}, wanted more than 0 and less than 1")
     for name in ("activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor"):
         want(getattr(cfg, name) > 0, f"{name}: found {getattr(cfg, name)}, wanted more than 0")
     for key in ("bos_token_id", "pad_token_id", "eos_token_id"):

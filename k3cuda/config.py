@@ -113,17 +113,12 @@ class K3Config:
         """True where AttnRes snapshots the prefix sum and starts it afresh."""
         return layer % self.attn_res_block_size == 0
 
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return self.eos_token_id
-
     def dims(self) -> dict[str, int]:
         """Every size that a shape in the tables may name, by name; counts of the whole model, before any cut over ranks."""
         lin = self.linear_attn_config
         num_kda = sum(self.is_kda(i) for i in range(self.num_hidden_layers))
         shared = self.num_shared_experts * self.moe_intermediate_size
-        d = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (int, "int")}
-        d |= {
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.type is int} | {
             "kda_num_heads": lin.num_heads, "kda_head_dim": lin.head_dim, "kda_dim": lin.num_heads * lin.head_dim,
             "conv_width": lin.short_conv_kernel_size, "conv_history": lin.short_conv_kernel_size - 1,
             "a_log_padded": _round_up(lin.num_heads, 128),  # the release pads the heads of A_log with zeros
@@ -140,7 +135,6 @@ class K3Config:
             "num_res_blocks": -(-self.num_hidden_layers // self.attn_res_block_size),
             "one": 1,
         }
-        return d
 
 
 def _round_up(n: int, unit: int) -> int:
@@ -167,7 +161,9 @@ def _load_json(path: Path) -> dict:
 def _each_once(pairs: list) -> dict:
     level = dict(pairs)
     if len(level) < len(pairs):
-        raise ValueError("a key given twice in one object: " + ", ".join(k for k in level if [key for key, _ in pairs].count(k) > 1)[:60])
+        seen = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"a key given twice in one object: {twice[:60]}")
     return level
 
 
@@ -217,19 +213,23 @@ def _read_level(level: dict, cls, fixed: dict, prefix: str, values: dict, proble
 
 def _value(found, kind, name: str, problems: list[str]):
     number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    if kind in (int, "int"):
+    if kind is int:
         if isinstance(found, int) and number and 0 <= found < 2**40:
             return found
-        problems.append(f"{name}: found {found!r:.60}, wanted a non-negative integer")
-    elif kind in (float, "float"):
+        problems.append(f"{name}: found {found!r:.60}, wanted {_wanted(kind)}")
+    elif kind is float:
         if number and (found == 0 or F32_RANGE[0] <= abs(found) <= F32_RANGE[1]):  # else 0 or infinity where it is used
             return float(found)
-        problems.append(f"{name}: found {found!r:.60}, wanted a number that F32 holds")
+        problems.append(f"{name}: found {found!r:.60}, wanted {_wanted(kind)}")
     elif isinstance(found, list) and all(isinstance(x, int) and not isinstance(x, bool) for x in found):
         return tuple(found)
     else:
-        problems.append(f"{name}: found {found!r:.60}, wanted a list of integers")
+        problems.append(f"{name}: found {found!r:.60}, wanted {_wanted(kind)}")
     return None
+
+
+def _wanted(kind) -> str:
+    return {int: "a non-negative integer", float: "a number that F32 holds"}.get(kind, "a list of integers")
 
 
 def _token_id(key: str, top: dict, text: dict, problems: list[str]):
@@ -266,7 +266,7 @@ def _contradictions(cfg: K3Config) -> list[str]:
 
     lin, layers = cfg.linear_attn_config, range(1, cfg.num_hidden_layers + 1)
     for field in fields(cfg):
-        if field.type in (int, "int") and field.name != "first_k_dense_replace":
+        if field.type is int and field.name != "first_k_dense_replace":
             want(getattr(cfg, field.name) > 0, f"text_config.{field.name}: found 0, wanted at least 1")
     for name in ("num_heads", "head_dim"):
         want(getattr(lin, name) > 0, f"linear_attn_config.{name}: found 0, wanted at least 1")

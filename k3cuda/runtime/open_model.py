@@ -67,7 +67,7 @@ def _eos_ids(checkpoint) -> tuple[int, ...]:
     more = found if isinstance(found, list) else [] if found is None else [found]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in more):
         raise ConfigError(f"generation_config.json: eos_token_id: found {found!r:.60}, wanted token ids", "download the file again")
-    return tuple(dict.fromkeys([*checkpoint.cfg.eos_ids, *more]))
+    return tuple(dict.fromkeys([*checkpoint.cfg.eos_token_id, *more]))
 
 
 def choice(name: str, value, names: tuple[str, ...]) -> str:

@@ -106,6 +106,14 @@ def test_low_rank_gate():
     (text_key("routed_expert_hidden_size", 3600), "routed_expert_hidden_size 3600 is no multiple"),
     (text_key("hidden_size", 0), "text_config.hidden_size: found 0"),
     (text_key("rms_norm_eps", 0), "rms_norm_eps: found 0"),
+    (text_key("rms_norm_eps", 1e30), "rms_norm_eps: found 1e+30, wanted more than 0 and less than 1"),  # it would drown every logit
+    *((text_key(key, value), f"{key}: found {value!r}, wanted a number that F32 holds")
+      for key in ("rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor")
+      for value in (1e300, 1e-300, float("inf"), 10**40)),
+    (linear_key("gate_lower_bound", -1e300), "gate_lower_bound: found -1e+300, wanted a number that F32 holds"),
+    (lambda c: c.__setitem__("bos_token_id", [1, 2]), "bos_token_id: found [1, 2], wanted a token id"),
+    (lambda c: c.__setitem__("pad_token_id", [1]), "pad_token_id: found [1], wanted a token id"),
+    (lambda c: c.__setitem__("eos_token_id", [[1]]), "eos_token_id: found [[1]], wanted a token id"),
     (text_key("activation_situ_beta", 0.0), "activation_situ_beta: found 0"),
     (linear_key("gate_lower_bound", 5.0), "gate_lower_bound: found 5.0, wanted a negative bound"),
     (linear_key("short_conv_kernel_size", 1), "short_conv_kernel_size: found 1, wanted at least 2"),
@@ -137,6 +145,21 @@ def test_unset_unknown_keys_are_harmless(caplog):
     with caplog.at_level(logging.INFO, "k3cuda"):
         assert K3Config.from_json(config) == K3Config.from_json(real_config())
     assert "text_config.rope_scaling" in caplog.text
+
+
+@pytest.mark.parametrize("level", [(), ("text_config",), ("text_config", "linear_attn_config")], ids="/".join)
+def test_key_given_twice(tmp_path, level):
+    whole = json.dumps(real_config())
+    for name in level:
+        whole = whole.replace(f'"{name}": {{', f'"{name}": {{"twice": 1, "twice": 2, ')
+    (tmp_path / "config.json").write_text(whole if level else whole.replace("{", '{"twice": 1, "twice": 2, ', 1))
+    with pytest.raises(ConfigError, match="a key given twice in one object: twice"):
+        K3Config.from_json(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["model_type", *NUMBERS])
+def test_messages_stay_short(key):
+    assert len(problem_of(text_key(key, "x" * 100_000))) < 1000
 
 
 @pytest.mark.parametrize("content, words", [(b"", "not JSON"), (b"[]", "wanted an object"), (b"[" * 100_000, "not JSON"),

@@ -4,24 +4,35 @@ Shapes are names from `K3Config.dims()` and from `step_dims()`. `dtype` is how a
 floating-point buffer as F32 and rounds where docs/numerics.md says so.
 """
 from dataclasses import dataclass
+from math import prod
 
 from .config import MAX_ROWS, PAGE_SIZE, K3Config
 
-# input:   written by the host before a launch
-# step:    undefined before the step that writes it
-# record:  written by a step, read by its commit
-# session: lives in slots and pages until the engine frees them; zero in a fresh slot
-LIVES = ("input", "step", "record", "session")
+# How many bytes one value of the MLA cache takes on a GPU, by kv_cache_dtype.
+KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
+DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "u8": 1, "kv": KV_BYTES["bf16"]}
+_LAYERED = ("num_kda_layers", "num_mla_layers")
 
 
 @dataclass(frozen=True)
 class Buffer:
+    """One row of the table.
+
+    `life`: "input": written by the host before a launch; "step": undefined before the step that writes it; "record": written by a
+    step, read by its commit; "session": lives in slots and pages until the engine frees them, zero in a fresh slot.
+    """
+
     name: str
     shape: tuple[str, ...]
     dtype: str               # f32, bf16, i32, u8, or kv: the dtype of the MLA cache
     life: str
     unit: str
     cut: int | None = None   # axis that is cut evenly over ranks; None: every rank holds all of it
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether its first axis has a part for each layer of one attention kind."""
+        return self.shape[0] in _LAYERED
 
 
 def _b(name, shape, dtype, life, unit, cut=None):
@@ -93,7 +104,6 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("logits", "head_rows vocab_size", "f32", "step", "row i belongs to logit_rows[i]"),
 )
 BY_NAME = {b.name: b for b in BUFFERS}
-DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "u8": 1, "kv": 2}  # kv: bf16 unless the cache is FP8, which halves it
 
 
 def step_dims(cfg: K3Config, *, tp: int, rows: int = MAX_ROWS, slots: int, pages: int, slot_pages: int) -> dict[str, int]:
@@ -108,3 +118,8 @@ def buffer_shape(buffer: Buffer, dims: dict[str, int]) -> tuple[int, ...]:
     if buffer.cut is not None:
         shape[buffer.cut] //= dims["ranks"]
     return tuple(shape)
+
+
+def buffer_bytes(buffer: Buffer, dims: dict[str, int], kv_cache_dtype: str = "bf16") -> int:
+    """Bytes of one rank's part on a GPU."""
+    return prod(buffer_shape(buffer, dims)) * (KV_BYTES[kv_cache_dtype] if buffer.dtype == "kv" else DTYPE_BYTES[buffer.dtype])

@@ -1,6 +1,6 @@
 """The step as a page: what `k3cuda plan` prints and docs/dataflow.md holds. Everything here is read off the tables."""
 from . import weights
-from .buffers import BUFFERS, DTYPE_BYTES, buffer_shape, step_dims
+from .buffers import BUFFERS, buffer_bytes, step_dims
 from .config import PAGE_SIZE, K3Config
 from .plan import Op, Plan, build_plan
 from .stages import STAGES
@@ -52,11 +52,11 @@ def markdown(cfg: K3Config, tp: int | None = None) -> str:
     tp = tp or legal_tps(cfg)[-1]
     plan = build_plan(cfg, tp)
     parts = [_intro(cfg, tp, plan), _totals(cfg)]
-    parts += [_section(plan, "Start of the step", None, slice(0, 3))]
+    parts += [_section(plan, "Start of the step", None, "start")]
     for name, layers in layer_kinds(cfg).items():
         title = f"{name}: layer {layers[0]}" + (f" and {len(layers) - 1} more" if len(layers) > 1 else "")
         parts.append(_section(plan, title, layers[0]))
-    parts += [_section(plan, "End of the step", None, slice(3, None)), _commit(plan), _buffers(cfg, tp), _weights(cfg, tp)]
+    parts += [_section(plan, "End of the step", None, "end"), _commit(plan), _buffers(cfg, tp), _weights(cfg, tp)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,10 +87,11 @@ def _totals(cfg) -> str:
     return "## Bytes and hops of one rank\n\n" + _table(head, rows)
 
 
-def _section(plan: Plan, title: str, layer: int | None, part=slice(None)) -> str:
-    chosen = [(i, op) for i, op in enumerate(plan.ops) if op.layer == layer][part]
-    first, rows = chosen[0][1].phase, []
-    for i, op in chosen:
+def _section(plan: Plan, title: str, layer: int | None, where: str | None = None) -> str:
+    """The operations of a layer, or of one end of the step (`where`)."""
+    chosen = [op for op in plan.ops if op.layer == layer and where in (None, op.stage.where)]
+    first, rows = chosen[0].phase, []
+    for op in chosen:
         s = op.stage
         waits = ", ".join(plan.ops[w].stage.name + ("" if plan.ops[w].layer == layer else " (before)") for w in op.waits)
         rows.append([op.phase - first, f"`{s.name}`", "X" if s.moves else "L", waits, ", ".join(s.reads),
@@ -100,7 +101,7 @@ def _section(plan: Plan, title: str, layer: int | None, part=slice(None)) -> str
     note = ""
     if layer is not None:
         total, longest = hops(plan, layer)
-        read = " / ".join(_mb(sum(op_bytes(plan.cfg, op, plan.tp, n) for _, op in chosen)) for n in ROW_COUNTS)
+        read = " / ".join(_mb(sum(op_bytes(plan.cfg, op, plan.tp, n) for op in chosen)) for n in ROW_COUNTS)
         note = f"{total} cross-rank hops, {longest} on the longest chain; {read} MB of weights for {' / '.join(map(str, ROW_COUNTS))} rows.\n\n"
     return f"## {title}\n\n{note}{_table(head, rows)}"
 
@@ -113,17 +114,10 @@ def _commit(plan) -> str:
 
 def _buffers(cfg, tp) -> str:
     dims = step_dims(cfg, tp=tp, slots=1, pages=1, slot_pages=1)
-    rows = [[f"`{b.name}`", " × ".join(b.shape), b.dtype, b.life, "" if b.cut is None else b.shape[b.cut], _mb(_bytes(b, dims)), b.unit]
+    rows = [[f"`{b.name}`", " × ".join(b.shape), b.dtype, b.life, "" if b.cut is None else b.shape[b.cut], _mb(buffer_bytes(b, dims)), b.unit]
             for b in BUFFERS]
     return (f"## Buffers\n\nMB of one rank with {dims['rows']} rows, one slot and one page of {PAGE_SIZE} tokens.\n\n"
             + _table(["buffer", "shape", "dtype", "life", "cut over ranks", "MB", "unit"], rows))
-
-
-def _bytes(b, dims) -> int:
-    n = DTYPE_BYTES[b.dtype]
-    for s in buffer_shape(b, dims):
-        n *= s
-    return n
 
 
 def _weights(cfg, tp) -> str:

@@ -7,7 +7,6 @@ from .errors import PlanError
 from .stages import STAGES, Stage, runs_in
 
 OUTPUTS = ("logits",)
-_LAYERED = ("num_kda_layers", "num_mla_layers")  # a buffer whose first axis is one of these has a part for each such layer
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ def build_plan(cfg: K3Config, tp: int = 1) -> Plan:
 
 def instance(name: str, op: Op) -> tuple:
     """What two operations share if they touch the same memory: a buffer, or the part of it that belongs to a layer."""
-    layered = buffers.BY_NAME[name].shape[0] in _LAYERED
-    return (name, op.kind_index) if layered else (name,)
+    return (name, op.kind_index) if buffers.BY_NAME[name].is_layered else (name,)
 
 
 def _with_waits(ops: list[Op], aliases: dict[str, str]) -> tuple[Op, ...]:

@@ -4,22 +4,21 @@ from pathlib import Path
 
 import pytest
 
-import k3cuda
 from k3cuda import plan as plan_module
 from k3cuda import stages
-from k3cuda.config import K3Config
+from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.dataflow import hops, layer_kinds, markdown, op_bytes
 from k3cuda.errors import ConfigError, PlanError
 from k3cuda.plan import build_plan, instance
+from k3cuda.runtime.made_config import made_config
 from k3cuda.stages import STAGES
 
-KIMI_K3 = Path(k3cuda.__file__).parent / "data" / "kimi_k3"
 DATAFLOW = Path(__file__).parents[1] / "docs" / "dataflow.md"
 
 
 @pytest.fixture(scope="module")
 def cfg():
-    return K3Config.from_json(KIMI_K3)
+    return K3Config.from_json(RELEASED_FOLDER)
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +115,11 @@ def test_tables_that_contradict_themselves(monkeypatch, cfg, stages_, message):
 
 def test_dataflow_page_is_the_printed_one(cfg):
     assert DATAFLOW.read_text(encoding="utf-8") == markdown(cfg), "write it again: k3cuda plan --markdown > docs/dataflow.md"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_stage_stands_in_its_own_part_of_the_page(tp):
+    page = markdown(made_config(), tp)
+    start, end = (page[page.index(f"## {head} of the step"):].split("\n## ")[0] for head in ("Start", "End"))
+    assert "`embed_sum`" in start and "`output_mix`" not in start
+    assert "`output_mix`" in end and "`lm_head`" in end

@@ -6,11 +6,10 @@ Files of a build, all in one folder that is first on the include path:
 - buffers.cuh  `Step`, `OpArgs` and an accessor for every buffer and every packed weight
 - kernels.cu   for every stage of the plan a kernel `k_<stage>` and its launch shape `k_<stage>_launch`
 """
-import re
 from math import prod
 
 from . import packing
-from .buffers import BUFFERS, BY_NAME, DTYPE_BYTES, Buffer, buffer_shape, step_dims
+from .buffers import BUFFERS, BY_NAME, DTYPE_BYTES, Buffer, buffer_bytes, buffer_shape, step_dims
 from .config import L2NORM_EPS, MAX_ROWS, MLA_NORM_EPS, MXFP4_GROUP, PAGE_SIZE, K3Config
 from .packing import PACKED
 from .plan import Plan
@@ -25,7 +24,8 @@ C_TYPES = {"f32": "float", "bf16": "bf16", "i32": "int", "u8": "u8", "kv": "kv_t
 KV_TYPES = {"bf16": "bf16", "fp8_e4m3": "u8"}
 # Buffers that exist once a slot or page: their sizes are the machine's, so they come as pointers and not as offsets.
 SESSION = tuple(b.name for b in BUFFERS if b.life == "session") + ("page_table",)
-_LAYERED = ("num_kda_layers", "num_mla_layers")
+_MACHINE_SIZES = ("slots", "pages", "slot_pages")
+H200_SMS = 132  # what a build for no device in particular spreads over
 
 
 def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
@@ -39,21 +39,21 @@ def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
         if b.name in SESSION or b.name in plan.aliases:
             continue
         offsets[b.name] = at
-        at += -(-prod(buffer_shape(b, dims)) * DTYPE_BYTES[b.dtype] // ALIGN) * ALIGN
+        at += -(-buffer_bytes(b, dims) // ALIGN) * ALIGN
     for name, nbytes in work_bytes(plan.cfg).items():
         offsets[name] = at
         at += -(-nbytes // ALIGN) * ALIGN
     return offsets | {target: offsets[source] for target, source in plan.aliases.items()}, at
 
 
-def build_files(plan: Plan, rows: int, kv_cache_dtype: str, *, sms: int = 132, ride: bool = True) -> dict[str, str]:
+def build_files(plan: Plan, rows: int, kv_cache_dtype: str, *, sms: int = H200_SMS, ride: bool = True) -> dict[str, str]:
     """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3".
 
     `sms`: multiprocessors that persistent kernels spread over; any number is right, the device's own is fast.
     `ride`: collectives have no kernels: a stage stores what a collective would move into every rank's target itself.
     """
     return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms), "buffers.cuh": _buffers(plan, kv_cache_dtype, ride),
-            "kernels.cu": _kernels(plan, rows, ride)}
+            "kernels.cu": _kernels(plan, rows, ride, sms)}
 
 
 def kernels_of(stage: Stage) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def _dims(plan: Plan) -> dict[str, int]:
 
 
 def camel(name: str) -> str:
-    return "k" + "".join(part.capitalize() for part in re.split("_", name))
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
 
 
 def _config(plan: Plan, rows: int, kv: str, sms: int) -> str:
@@ -145,11 +145,11 @@ def _put(m: Move, plan: Plan, offsets: dict[str, int], ride: bool) -> str:
 
 def _accessor(b: Buffer, offsets: dict[str, int], plan: Plan) -> str:
     """Pointer to the buffer, or to the part of the layer that an operation belongs to."""
-    kind, layered, dims = C_TYPES[b.dtype], b.shape[0] in _LAYERED, _dims(plan)
+    kind, layered, dims = C_TYPES[b.dtype], b.is_layered, _dims(plan)
     if b.name in SESSION:
-        factors = [n if n in ("slots", "pages", "slot_pages") else "" for n in b.shape[1:] if layered]
-        fixed = prod(v for n, v in zip(b.shape[1:], buffer_shape(b, dims)[1:]) if n not in ("slots", "pages", "slot_pages"))
-        stride = " * ".join([f"size_t({fixed})", *(f"s.{n}" for n in factors if n)])
+        factors = [f"s.{n}" for n in b.shape[1:] if n in _MACHINE_SIZES]
+        fixed = prod(v for n, v in zip(b.shape[1:], buffer_shape(b, dims)[1:]) if n not in _MACHINE_SIZES)
+        stride = " * ".join([f"size_t({fixed})", *factors])
         tail = f" + {stride} * op.kind_index" if layered else ""
         head = "const Step& s, const OpArgs& op" if layered else "const Step& s"
         return f"K3_DEVICE {kind}* {b.name}({head}) {{ return s.{b.name}_base{tail}; }}"
@@ -168,12 +168,12 @@ def _weight_type(p: packing.Packed) -> str:
     return "float" if WEIGHT[p.sources[0]].dtype == "F32" else "bf16"
 
 
-def _kernels(plan: Plan, rows: int, ride: bool) -> str:
+def _kernels(plan: Plan, rows: int, ride: bool, sms: int) -> str:
     used = {op.stage.name for op in plan.ops + plan.commit}
     stages = [s for s in STAGES if s.name in used and not (ride and s.moves)]
     headers = dict.fromkeys(s.header or "collective" for s in stages)
     lines = ['#include "buffers.cuh"', *(f'#include "stages/{h}.cuh"' for h in headers), ""]
-    lines += [_collective(s, plan, rows) for s in stages if s.moves]
+    lines += [_collective(s, plan, rows, sms) for s in stages if s.moves]
     for name in (k for s in stages for k in kernels_of(s)):
         t = f"stage::{name}"
         lines.append(f"static_assert({t}::kSmem <= {MAX_SHARED}, \"a block of {name} does not fit an SM\");")
@@ -184,7 +184,7 @@ def _kernels(plan: Plan, rows: int, ride: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _collective(stage: Stage, plan: Plan, rows: int) -> str:
+def _collective(stage: Stage, plan: Plan, rows: int, sms: int) -> str:
     """A struct that moves what the stage says, for `rows` rows; see kernels_cu/stages/collective.cuh."""
     offsets, dims, moves, units = arena_offsets(plan)[0], _dims(plan), [], 0
     for m in stage.moves:
@@ -196,6 +196,6 @@ def _collective(stage: Stage, plan: Plan, rows: int) -> str:
         units += plan.tp * rows * part * size // 16
         moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, kRows, {part * size}, {width * size}, {target_row * size}, {slot * size}ull, "
                      f"{str(m.how == SCATTER).lower()}>(s);")
-    return (f"namespace stage {{ struct {stage.name} : StageDefaults {{\n  static constexpr int kBlocks = {max(1, min(132, units // 256))}, kThreads = 256;\n"
+    return (f"namespace stage {{ struct {stage.name} : StageDefaults {{\n  static constexpr int kBlocks = {max(1, min(sms, units // 256))}, kThreads = 256;\n"
             "  static __device__ void run(const Step& s, const OpArgs&) {\n    grid_wait();\n    grid_launch_next();\n    "
             + "\n    ".join(moves) + "\n  }\n}; }")

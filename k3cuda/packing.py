@@ -1,7 +1,7 @@
 """What a kernel reads in place of a stage's checkpoint weights: arrays in kernel order, each once. runtime/repack.py makes them."""
 from dataclasses import dataclass
 
-from .config import MXFP4_GROUP, K3Config
+from .config import MXFP4_GROUP, MXFP4_PER_BYTE, K3Config
 from .weights import BY_NAME as WEIGHT
 from .weights import MMA_K, tree_leaves
 
@@ -61,9 +61,9 @@ def leaves_and_steps(name: str, cfg: K3Config, tp: int) -> tuple[int, int]:
     """Of a matrix's inputs on one rank: leaves of the tree over K, and k-steps (MXFP4: groups) in each leaf."""
     w, dims = WEIGHT[name], cfg.dims()
     if name == "mla_kv_b_proj":
-        raise ValueError("kv_b_proj is two matrices: see head_leaves_and_steps")
+        raise ValueError("kv_b_proj is two matrices: see inputs_leaves_and_steps")
     unit = MXFP4_GROUP if w.mxfp4 else MMA_K
-    k = dims[w.shape[1]] * (2 if w.mxfp4 else 1)
+    k = dims[w.shape[1]] * (MXFP4_PER_BYTE if w.mxfp4 else 1)
     leaves = tree_leaves(k, unit)
     own = tp if w.cut and w.cut.axis == 1 else 1
     return leaves // own, k // leaves // unit

@@ -9,7 +9,7 @@ import pytest
 import k3cuda
 
 ROOT = Path(k3cuda.__file__).parent
-DESCRIPTION = ["errors", "config", "weights", "buffers", "stages", "plan", "dataflow"]
+DESCRIPTION = ["errors", "config", "weights", "buffers", "stages", "plan", "dataflow", "packing", "emit"]
 GPU_PACKAGES = {"cupy", "cuda", "nccl"}
 FORBIDDEN = {"torch", "triton", "jax", "numba"}
 MAX_LINES = {".py": 300, ".cu": 350, ".cuh": 350}  # a file is read in one sitting

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
+from ..buffers import KV_BYTES
 from ..runtime.cuda_driver import require_gpu
 from . import options
 from .group import Group
 from .output import Result, say
-
-KV_DTYPES = ("bf16", "fp8_e4m3")
 
 
 class Counts(click.ParamType):
@@ -42,7 +41,7 @@ _RANK = (
     options.flag("--layers", type=click.IntRange(min=1), metavar="N", help="Run the first N layers only.  [default: all]"),
     options.flag("--rows", type=Counts(), default="1,8", show_default=True, help="Rows of a step: up to 8 belong to one sequence, more to one each."),
     options.flag("--context", type=Counts(), default="1", show_default=True, help="Tokens of every sequence, the step's own included."),
-    options.flag("--kv-cache-dtype", type=click.Choice(KV_DTYPES), default="fp8_e4m3", show_default=True, help="Format of the MLA cache."),
+    options.flag("--kv-cache-dtype", type=click.Choice(list(KV_BYTES)), default="fp8_e4m3", show_default=True, help="Format of the MLA cache."),
     options.OUTPUT)
 
 

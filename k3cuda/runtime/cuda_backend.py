@@ -1,11 +1,10 @@
 """The standard decode backend: a kernel a stage, a step one CUDA graph, on one GPU."""
-import logging
-
 import cupy
 import numpy as np
 
+from ..buffers import KV_BYTES
 from ..config import MAX_ROWS, PAGE_SIZE, K3Config
-from ..emit import MLA_WORK_COLUMNS, arena_offsets, kernels_of
+from ..emit import arena_offsets, kernels_of
 from ..errors import ConfigError, OutOfMemory
 from ..plan import Plan, build_plan
 from ..reference.sample import sample_row
@@ -16,11 +15,9 @@ from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import RankMemory, session_bytes
 from .row_check import RowCheck
 
-log = logging.getLogger("k3cuda")
-
 KDA_HEAD_DIM = 128  # a warp holds a leaf of four keys a lane (kda_state.cuh)
 _PADDING = {"token_ids": 0, "row_slot": -1, "row_position": 0, "logit_rows": -1, "row_accepted": 0}
-_KV_DTYPES = {"auto": "bf16", "bf16": "bf16", "fp8_e4m3": "fp8_e4m3"}
+_KV_DTYPES = {"auto": "bf16"} | {name: name for name in KV_BYTES}
 
 
 class CudaBackend:

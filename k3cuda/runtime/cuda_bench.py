@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import cupy
 import numpy as np
 
+from ..buffers import KV_BYTES
 from ..config import PAGE_SIZE, K3Config
 from ..dataflow import op_bytes
 from ..emit import kernels_of
@@ -138,8 +139,7 @@ class StepBench:
         if op.stage.name == "kda_mix":
             return op_bytes(self.cfg, op, self.tp, 1) + dims["kda_num_heads"] // self.tp * dims["kda_head_dim"] ** 2 * 4 * self.sequences
         if op.stage.name == "mla_attend":
-            width = 1 if self.backend.kv_cache_dtype == "fp8_e4m3" else 2
-            return self.cache_tokens * dims["mla_cache_dim"] * width
+            return self.cache_tokens * dims["mla_cache_dim"] * KV_BYTES[self.backend.kv_cache_dtype]
         if op.stage.name not in ("expert_up", "moe_down"):
             return op_bytes(self.cfg, op, self.tp, 1)
         return sum(rank_bytes(BY_NAME[w], dims, self.tp, experts=experts) for w in op.stage.weights)

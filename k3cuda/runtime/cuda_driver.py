@@ -53,7 +53,7 @@ def open_device(index: int = 0) -> Device:
     major, minor = map(int, gpu.compute_capability.split("."))
     if (major, minor) < MIN_CAPABILITY:
         raise DeviceError(f"{gpu.name} has compute capability {gpu.compute_capability}; the kernels need "
-                          f"{'.'.join(map(str, MIN_CAPABILITY))} or newer", "use --backend reference")
+                          f"{'.'.join(map(str, MIN_CAPABILITY))} or newer", "use --decode-backend reference")
     line, supported = _bindings_line(), int(found.cuda.split(".")[0])
     if supported < line:
         raise DeviceError(f"the driver supports CUDA {found.cuda} and the packages are for {line}",

@@ -2,12 +2,10 @@
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from ..config import MAX_ROWS
-from ..emit import build_files, kernels_of
+from ..emit import H200_SMS, build_files, kernels_of
 from ..plan import Plan
-from .cuda_driver import Launch, Module, check, driver
+from .cuda_driver import Launch, Module
 from .cuda_jit import Compiled, compile_cuda
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, MAX_ROWS)  # a step runs in the smallest that holds its rows
@@ -17,7 +15,7 @@ def bucket_of(rows: int) -> int:
     return next(b for b in ROW_BUCKETS if b >= rows)
 
 
-def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = 132, ride: bool = True, strict: bool = False) -> Compiled:
+def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True, strict: bool = False) -> Compiled:
     """The cubin of every stage for steps of up to `rows` rows. Needs no GPU."""
     headers = build_files(plan, rows, kv_cache_dtype, sms=sms, ride=ride)
     source = headers.pop("kernels.cu")
@@ -40,16 +38,8 @@ class BucketKernels:
     def __init__(self, plan: Plan, rows: int, compiled: Compiled, ride: bool = True):
         self.rows, self.module = rows, Module(compiled.cubin)
         names = dict.fromkeys(k for op in plan.ops + plan.commit if not (ride and op.stage.moves) for k in kernels_of(op.stage))
-        self.shapes = {n: tuple(int(x) for x in self._constant(f"k_{n}_launch", 5)) for n in names}
+        self.shapes = {n: self.module.constants(f"k_{n}_launch", 5) for n in names}
         self.functions = {n: self.module.function(f"k_{n}", shape[4]) for n, shape in self.shapes.items()}
-
-    def _constant(self, name: str, count: int) -> np.ndarray:
-        cu = driver()
-        address, size = check(cu.cuLibraryGetGlobal(self.module._library, name.encode()))
-        out = np.zeros(count, np.int32)
-        assert size == out.nbytes, (name, size)
-        check(cu.cuMemcpyDtoH(out.ctypes.data, address, size))
-        return out
 
     def launch(self, kernel: str, step: ctypes.Structure, args: ctypes.Structure, stream: int, dependent: bool) -> Launch:
         x, y, threads, cluster, shared = self.shapes[kernel]

@@ -5,7 +5,7 @@ from math import prod
 import cupy
 import numpy as np
 
-from ..buffers import BY_NAME, DTYPE_BYTES, buffer_shape, step_dims
+from ..buffers import BY_NAME, KV_BYTES, buffer_bytes, buffer_shape, step_dims
 from ..config import MAX_ROWS, PAGE_SIZE, K3Config
 from ..emit import MLA_WORK_COLUMNS, SESSION, arena_offsets
 from ..packing import MAX_PACKED
@@ -15,7 +15,6 @@ from .cuda_driver import check, driver
 
 VIEW_DTYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8, "kv": np.uint16}
 MLA_SHORTEST_CHUNK = 256  # kMlaShort of mla_work.cuh
-_KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
 
 
 class StepStruct(ctypes.Structure):
@@ -36,8 +35,7 @@ class OpStruct(ctypes.Structure):
 def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:
     """Bytes of every buffer that exists once a slot or page, on one rank."""
     dims = step_dims(plan.cfg, tp=plan.tp, slots=slots, pages=pages, slot_pages=slot_pages)
-    return {n: prod(buffer_shape(BY_NAME[n], dims)) * (_KV_BYTES[kv_cache_dtype] if BY_NAME[n].dtype == "kv" else DTYPE_BYTES[BY_NAME[n].dtype])
-            for n in SESSION}
+    return {n: buffer_bytes(BY_NAME[n], dims, kv_cache_dtype) for n in SESSION}
 
 
 def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
@@ -72,7 +70,7 @@ class RankMemory:
         self.session = {n: cupy.zeros(nbytes, cupy.uint8) for n, nbytes in session_bytes(plan, slots, pages, slot_pages, kv_cache_dtype).items()}
         self.mla_partials = mla_partials(plan.cfg, plan.tp, slots, slot_pages)
         self.mla_work = cupy.zeros(mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages), cupy.uint8)
-        self.mla_map = _tensor_map(self.session["mla_cache"], self.dims["mla_cache_dim"] * _KV_BYTES[kv_cache_dtype], 64 * _KV_BYTES[kv_cache_dtype])
+        self.mla_map = _tensor_map(self.session["mla_cache"], self.dims["mla_cache_dim"] * KV_BYTES[kv_cache_dtype], 64 * KV_BYTES[kv_cache_dtype])
         self.weights: dict[tuple[int | None, str], list] = {}
 
     def buffer(self, name: str) -> cupy.ndarray:

@@ -5,7 +5,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from ..config import K3Config
+from ..config import MXFP4_GROUP, K3Config
 from ..weights import Weight, checkpoint_key, stored_shapes
 from .tensor_source import TensorSource
 from .tokenizer import DEMO_TOKENIZER_DIR, Tokenizer
@@ -73,7 +73,7 @@ _RANGES = {
 
 def scale_byte(weight: Weight, dims: dict[str, int]) -> int:
     """The lowest of the three E8M0 bytes of a random scale, which gives MXFP4 weights a standard deviation near fan_in^-1/2."""
-    fan_in = dims[weight.shape[-1]] * 32
+    fan_in = dims[weight.shape[-1]] * MXFP4_GROUP
     return 127 - 1 + round(math.log2(1 / (_MXFP4_STD * fan_in**0.5)))
 
 

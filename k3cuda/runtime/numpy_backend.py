@@ -140,7 +140,7 @@ class NumpyBackend:
 
 def _rows_view(buffer: Buffer, whole: np.ndarray, op: Op, n: int, m: int) -> np.ndarray:
     names = buffer.shape
-    if names[0] in ("num_kda_layers", "num_mla_layers"):
+    if buffer.is_layered:
         whole, names = whole[op.kind_index], names[1:]
     index = tuple(slice(n) if s == "rows" else slice(m) if s == "head_rows" else slice(None) for s in names)
     return whole[index]

@@ -35,7 +35,7 @@ def linear_key(key, value):
 def test_the_release():
     cfg = K3Config.from_json(real_config())
     assert (cfg.num_hidden_layers, cfg.hidden_size) == (93, 7168)
-    assert (cfg.eos_ids, cfg.bos_token_id, cfg.pad_token_id) == ((163586,), 163584, 163839)
+    assert (cfg.eos_token_id, cfg.bos_token_id, cfg.pad_token_id) == ((163586,), 163584, 163839)
     assert [i + 1 for i in range(93) if not cfg.is_kda(i)] == MLA_LAYERS
     assert [i for i in range(93) if cfg.is_dense(i)] == [0]
     assert [i for i in range(93) if cfg.opens_res_block(i)] == [0, 12, 24, 36, 48, 60, 72, 84]

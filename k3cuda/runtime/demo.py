@@ -25,7 +25,7 @@ class DemoCheckpoint(MadeCheckpoint):
     def _readable(self) -> list[int]:
         tokenizer = self.tokenizer()
         text = [i for i in range(tokenizer.vocab_size) if (b := tokenizer.token_bytes(i)) and b.isascii() and b.decode().isprintable()]
-        return text + list(self.cfg.eos_ids)
+        return text + list(self.cfg.eos_token_id)
 
 
 def open_demo() -> DemoCheckpoint:

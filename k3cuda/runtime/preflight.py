@@ -83,7 +83,7 @@ def _check_files(report: Report, path) -> tuple[K3Config | None, Path]:
         report.notes.append(survey.skipped)
     report.facts |= {"shards": len(shards.files) + len(shards.unreadable), "tensors": len(shards.owner),
                      "bytes": shards.text_bytes, "skipped_tensors": shards.skipped_tensors, "skipped_shards": len(shards.skipped_files)}
-    if survey.cfg and not survey.cfg.eos_ids:
+    if survey.cfg and not survey.cfg.eos_token_id:
         report.notes.append(f"{shards.folder / CONFIG} names no eos_token_id: an answer ends by length or by a stop of yours")
     return survey.cfg, shards.folder
 

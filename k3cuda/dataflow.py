@@ -80,9 +80,8 @@ def _totals(cfg) -> str:
     rows = []
     for tp in legal_tps(cfg):
         ops = build_plan(cfg, tp).ops
-        held = sum(rank_bytes(w, cfg.dims(), tp) for layer in (None, *range(cfg.num_hidden_layers)) for w in weights.layer_weights(cfg, layer))
         read = [sum(op_bytes(cfg, op, tp, n) for op in ops) for n in ROW_COUNTS]
-        rows.append([tp, f"{held / 1e9:.3f}", *(f"{r / 1e9:.3f}" for r in read), sum(bool(op.stage.moves) for op in ops)])
+        rows.append([tp, f"{weights.model_bytes(cfg, tp) / 1e9:.3f}", *(f"{r / 1e9:.3f}" for r in read), sum(bool(op.stage.moves) for op in ops)])
     head = ["ranks", "weights held, GB", *(f"weights read, {n} row{'s' * (n > 1)}, GB" for n in ROW_COUNTS), "hops a step"]
     return "## Bytes and hops of one rank\n\n" + _table(head, rows)
 

@@ -119,7 +119,6 @@ def validate(plan: Plan) -> None:
     for part, op in produced.items():
         if part not in read and part[0] not in OUTPUTS + tuple(plan.aliases.get(n, n) for n in OUTPUTS):
             raise PlanError(f"nothing reads {part[0]!r}, which stage {op} writes")
-    for layer in (None, *range(plan.cfg.num_hidden_layers)):
-        for w in weights.layer_weights(plan.cfg, layer):
-            if (w.name, layer) not in used_weights:
-                raise PlanError(f"no stage uses weight {w.name!r} of layer {layer}")
+    for layer, w in weights.all_weights(plan.cfg):
+        if (w.name, layer) not in used_weights:
+            raise PlanError(f"no stage uses weight {w.name!r} of layer {layer}")

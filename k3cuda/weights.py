@@ -165,6 +165,13 @@ def layer_weights(cfg: K3Config, layer: int | None) -> list[Weight]:
     return [w for w in WEIGHTS if exists_in(w, cfg, layer)]
 
 
+def all_weights(cfg: K3Config):
+    """Yields (layer, weight), once for every layer that has the weight; the part outside the layers (None) comes first."""
+    for layer in (None, *range(cfg.num_hidden_layers)):
+        for w in layer_weights(cfg, layer):
+            yield layer, w
+
+
 def checkpoint_key(weight: Weight, layer: int | None = None, expert: int | None = None) -> str:
     """The tensor's name in a released checkpoint."""
     prefix = PREFIX if weight.where == "once" else LAYER_PREFIX.format(layer=layer)
@@ -178,14 +185,18 @@ def stored_shapes(weight: Weight, dims: dict[str, int]) -> list[tuple[int, ...]]
 
 def expected_tensors(cfg: K3Config):
     """Yields (checkpoint key, weight, layer, expert) for every tensor of the released text model."""
-    for layer in (None, *range(cfg.num_hidden_layers)):
-        for w in layer_weights(cfg, layer):
-            if not w.per_expert:
-                yield checkpoint_key(w, layer), w, layer, None
-                continue
-            before, after = checkpoint_key(w, layer, "*").split("*")
-            for expert in range(cfg.num_experts):
-                yield f"{before}{expert}{after}", w, layer, expert
+    for layer, w in all_weights(cfg):
+        if not w.per_expert:
+            yield checkpoint_key(w, layer), w, layer, None
+            continue
+        before, after = checkpoint_key(w, layer, "*").split("*")
+        for expert in range(cfg.num_experts):
+            yield f"{before}{expert}{after}", w, layer, expert
+
+
+def num_tensors(cfg: K3Config) -> int:
+    """How many tensors `expected_tensors` yields."""
+    return sum(cfg.num_experts if w.per_expert else 1 for _, w in all_weights(cfg))
 
 
 def rank_bytes(weight: Weight, dims: dict[str, int], tp: int = 1, experts: int | None = None) -> int:
@@ -194,11 +205,17 @@ def rank_bytes(weight: Weight, dims: dict[str, int], tp: int = 1, experts: int |
     return n * (dims["num_experts"] if experts is None else experts) if weight.per_expert else n
 
 
+def model_bytes(cfg: K3Config, tp: int = 1, widened: bool = False) -> int:
+    """Bytes of all weights that one of `tp` ranks holds; `widened`: as the reference does, with BF16 held as F32."""
+    dims = cfg.dims()
+    return sum(rank_bytes(w, dims, tp) * (2 if widened and w.dtype == "BF16" else 1) for _, w in all_weights(cfg))
+
+
 def checkpoint_bytes(cfg: K3Config) -> int:
     """Bytes of all text tensors in the released layout."""
     dims = cfg.dims()
     return sum(prod(stored_shapes(w, dims)[0]) * DTYPE_BYTES[w.dtype] * (cfg.num_experts if w.per_expert else 1)
-               for layer in (None, *range(cfg.num_hidden_layers)) for w in layer_weights(cfg, layer))
+               for _, w in all_weights(cfg))
 
 
 def legal_tps(cfg: K3Config) -> list[int]:

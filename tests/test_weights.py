@@ -7,9 +7,8 @@ import pytest
 from k3cuda.config import K3Config
 from k3cuda.errors import ConfigError
 from k3cuda.runtime.made_config import made_config
-from k3cuda.runtime.preflight import model_bytes
 from k3cuda.weights import (BY_NAME, DTYPE_BYTES, LEGAL_TP, WEIGHTS, check_tp, checkpoint_bytes, checkpoint_key, expected_tensors,
-                            layer_weights, legal_tps, rank_bytes, rank_slice, stored_shapes)
+                            layer_weights, legal_tps, model_bytes, rank_bytes, rank_slice, stored_shapes)
 from real_config import real_config
 
 REAL = K3Config.from_json(real_config())

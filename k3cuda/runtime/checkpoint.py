@@ -2,6 +2,7 @@
 import gc
 import json
 import logging
+import math
 import os
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from ..config import K3Config
-from ..errors import ConfigError
-from ..weights import Weight, checkpoint_key, expected_tensors, layer_weights, stored_shapes
-from .downloads import other_kind
+from ..errors import CheckpointError, ConfigError
+from ..weights import Weight, checkpoint_key, expected_tensors, num_tensors, stored_shapes
+from .downloads import no_text
 from .findings import Finding, counted, error_of, shown
 from .sampling import SamplingParams
 from .shards import Shards, open_shards
@@ -53,7 +54,11 @@ class Checkpoint(TensorSource):
 
     def stored_rows(self, weight: Weight, layer: int | None, expert: int | None, rows: slice | None) -> np.ndarray:
         key = checkpoint_key(weight, layer, expert)
-        return self.shards.owner[key].array(key, rows)
+        file = self.shards.owner[key]
+        array = file.array(key, rows)
+        if weight.dtype == "F32" and not np.isfinite(array).all():   # few and small; a router's bias that is NaN would never show in a logit
+            raise CheckpointError(f"{file.path}: found {key} with values that are not finite, wanted numbers", "download the file again")
+        return array
 
     def tokenizer(self):
         """The tokenizer of the checkpoint's folder; CheckpointError if there is none or it is damaged."""
@@ -97,12 +102,7 @@ class Survey:
         path = self.shards.folder / CONFIG
         if not os.path.isdir(self.shards.folder):
             return None
-        try:
-            with path.open("rb") as f:
-                kind = other_kind(f.read(512))
-        except OSError:
-            kind = None  # K3Config says what is wrong
-        if kind:
+        if kind := no_text(path):
             self.findings.append(Finding(str(path), kind[0], "the config of a Kimi K3 release", kind[1]))
             return None
         try:
@@ -114,28 +114,31 @@ class Survey:
 
     def _read_generation_config(self) -> dict:
         path = self.shards.folder / GENERATION_CONFIG
+        if not os.path.isdir(self.shards.folder):
+            return {}
+        if kind := no_text(path):
+            self.findings.append(Finding(str(path), kind[0], "sampling defaults of the release", kind[1]))
+            return {}
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(values, dict):
                 raise ValueError(f"a {type(values).__name__}")
             SamplingParams().resolved(values)
             eos = values.get("eos_token_id")
-            if not all(type(i) is int and i >= 0 for i in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
-                raise ConfigError(f"eos_token_id {shown(repr(eos), 60)}")
+            end = self.cfg.vocab_size if self.cfg else math.inf
+            if not all(type(i) is int and 0 <= i < end for i in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
+                raise ConfigError(f"eos_token_id {shown(repr(eos), 60)}, which is no id of the model")
             return values
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return {}
         except ConfigError as e:
             found = e.message
-        except (OSError, ValueError, RecursionError) as e:
+        except OSError as e:
+            found = f"an error on reading ({e.strerror or e})"
+        except (ValueError, RecursionError) as e:
             found = f"no JSON object ({shown(e)})"
         self.findings.append(Finding(str(path), found, "sampling defaults of the release", "download the file again, or remove it"))
         return {}
-
-
-def num_tensors(cfg: K3Config) -> int:
-    """Tensors of the text model in a checkpoint."""
-    return sum(cfg.num_experts if w.per_expert else 1 for layer in (None, *range(cfg.num_hidden_layers)) for w in layer_weights(cfg, layer))
 
 
 def match(cfg: K3Config, shards: Shards) -> list[Finding]:

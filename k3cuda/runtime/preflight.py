@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ..config import K3Config
 from ..errors import CheckpointError, ConfigError, OutOfMemory
-from ..weights import check_tp, checkpoint_bytes, layer_weights, legal_tps, rank_bytes
-from .checkpoint import CONFIG, Checkpoint, Survey, num_tensors
+from ..weights import check_tp, checkpoint_bytes, legal_tps, model_bytes, num_tensors
+from .checkpoint import CONFIG, Checkpoint, Survey
 from .demo import DEMO, open_demo
 from .findings import Finding, error_of
 from .machine import host
@@ -94,13 +94,6 @@ def _add_sizes(report: Report, cfg: K3Config) -> None:
         "config_tensors": num_tensors(cfg), "config_bytes": checkpoint_bytes(cfg),
         "legal_tp": legal_tps(cfg), "bytes_per_rank": {str(tp): model_bytes(cfg, tp) for tp in legal_tps(cfg)},
     }
-
-
-def model_bytes(cfg: K3Config, tp: int = 1, widened: bool = False) -> int:
-    """Bytes of all weights that one of `tp` ranks holds; `widened`: as the reference does, with BF16 held as F32."""
-    dims = cfg.dims()
-    return sum(rank_bytes(w, dims, tp) * (2 if widened and w.dtype == "BF16" else 1)
-               for layer in (None, *range(cfg.num_hidden_layers)) for w in layer_weights(cfg, layer))
 
 
 def _check_tp(report: Report, cfg: K3Config, tp: int | None, folder: Path | None) -> None:

@@ -29,10 +29,11 @@ FIXED = {
     "latent_moe_use_norm": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
 }
 FIXED_LINEAR = {"use_full_rank_gate": True}
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_ALL_TOKEN_IDS = (*TOKEN_IDS, "media_placeholder_token_id")
 # Keys that never change the text model's arithmetic. quantization_config: formats are decided by tensor names and dtypes.
 _SILENT = {"architectures", "model_type", "dtype", "torch_dtype", "quantization_config", "initializer_range", "transformers_version",
-           "auto_map", "use_cache", "vision_config", "text_config", "tie_word_embeddings", "_name_or_path", *_TOKEN_IDS}
+           "auto_map", "use_cache", "vision_config", "text_config", "tie_word_embeddings", "_name_or_path", *_ALL_TOKEN_IDS}
 
 
 @dataclass(frozen=True)
@@ -180,14 +181,14 @@ def _read_keys(top: dict, problems: list[str]) -> dict:
         problems.append(f"tie_word_embeddings: found {top['tie_word_embeddings']!r}, wanted False")
     linear = text.get("linear_attn_config")
     values = {}
-    _read_level(text, K3Config, FIXED, "text_config.", values, problems, skip={"linear_attn_config", *_TOKEN_IDS})
+    _read_level(text, K3Config, FIXED, "text_config.", values, problems, skip={"linear_attn_config", *TOKEN_IDS})
     if isinstance(linear, dict):
         inner = {}
         _read_level(linear, LinearAttnConfig, FIXED_LINEAR, "text_config.linear_attn_config.", inner, problems)
         values["linear_attn_config"] = None if problems else LinearAttnConfig(**inner)
     else:
         problems.append(f"text_config.linear_attn_config: found {type(linear).__name__}, wanted an object")
-    for key in _TOKEN_IDS[:3]:
+    for key in TOKEN_IDS:
         values[key] = _token_id(key, top, text, problems)
     _refuse_unknown(top, set(), "", problems)
     return values
@@ -287,7 +288,7 @@ def _contradictions(cfg: K3Config) -> list[str]:
     want(0 < cfg.rms_norm_eps < 1, f"rms_norm_eps: found {cfg.rms_norm_eps}, wanted more than 0 and less than 1")
     for name in ("activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor"):
         want(getattr(cfg, name) > 0, f"{name}: found {getattr(cfg, name)}, wanted more than 0")
-    for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
+    for key in TOKEN_IDS:
         value = getattr(cfg, key)
         for i in value if isinstance(value, tuple) else [value] if value is not None else []:
             want(i < cfg.vocab_size, f"{key} {i} is outside the vocabulary of {cfg.vocab_size}")

@@ -1,10 +1,9 @@
 """Configs of made models, and a release's config.json written from a config."""
 from dataclasses import asdict
 
-from ..config import FIXED, FIXED_LINEAR, MODEL_TYPE, MXFP4_GROUP, TEXT_MODEL_TYPE, K3Config, LinearAttnConfig
+from ..config import FIXED, FIXED_LINEAR, MODEL_TYPE, MXFP4_GROUP, TEXT_MODEL_TYPE, TOKEN_IDS, K3Config, LinearAttnConfig
 
-_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_MINI_IDS = dict(zip(_IDS, (326, 328, 581)))  # of the demo tokenizer
+_MINI_IDS = dict(zip(TOKEN_IDS, (326, 328, 581)))  # of the demo tokenizer
 
 # 2.3 M parameters that divide over 16 ranks: every size has 16 pieces, w2 and the MLPs 16 chunks of K.
 _BASE = {
@@ -40,7 +39,7 @@ def made_config(**changes) -> K3Config:
     linear.setdefault("num_heads", heads)
     linear.setdefault("full_attn_layers", [i for i in layers if i % 4 == 0])
     linear.setdefault("kda_layers", [i for i in layers if i not in linear["full_attn_layers"]])
-    ids = {key: text.pop(key, _MINI_IDS[key] if _MINI_IDS[key] < text["vocab_size"] else None) for key in _IDS}
+    ids = {key: text.pop(key, _MINI_IDS[key] if _MINI_IDS[key] < text["vocab_size"] else None) for key in TOKEN_IDS}
     return K3Config.from_json(_nested(text, linear, ids))
 
 
@@ -48,7 +47,7 @@ def config_json(cfg: K3Config) -> dict:
     """What a release's config.json says for `cfg`; `K3Config.from_json` gives `cfg` back."""
     text = asdict(cfg)
     linear = {key: list(value) if isinstance(value, tuple) else value for key, value in text.pop("linear_attn_config").items()}
-    ids = {key: text.pop(key) for key in _IDS}
+    ids = {key: text.pop(key) for key in TOKEN_IDS}
     eos = ids["eos_token_id"]
     ids["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos) or None
     return _nested(text, linear, ids)

@@ -9,7 +9,6 @@ from command import ROOT, k3, k3_json
 
 from k3cuda.runtime import machine
 from k3cuda.runtime.machine import PACKAGES, Driver, Gpu
-from k3cuda.runtime.open_model import DECODE_BACKENDS
 
 H200 = Gpu(0, "NVIDIA H200", "9.0", 150 << 30)
 A100 = Gpu(0, "NVIDIA A100", "8.0", 80 << 30)
@@ -32,13 +31,13 @@ def test_json_is_true_here():
     assert found["host"]["cores"] >= 1 and found["host"]["memory_bytes"] > 1 << 28
     assert found["packages"]["numpy"]["version"] and found["failed"] == []
     by_name = {b["name"]: b for b in found["decode_backends"]}
-    assert set(by_name) == set(DECODE_BACKENDS) - {"auto"}
+    assert set(by_name) == set(machine.DECODE_BACKENDS)
     assert by_name["reference"]["runs"] and all(b["runs"] != bool(b["reasons"]) for b in by_name.values())
 
 
 def test_text_names_every_backend_and_package():
     text = k3("info", env={"K3CUDA_API_KEY": "secret", "K3CUDA_MODEL": "demo"}).stdout.decode()
-    assert all(name in text for name in (*DECODE_BACKENDS[1:], *PACKAGES))
+    assert all(name in text for name in (*machine.DECODE_BACKENDS, *PACKAGES))
     assert "K3CUDA_MODEL=demo" in text and "secret" not in text
 
 

@@ -13,6 +13,7 @@ from .backend import StepCounts, StepRows
 from .cuda_driver import check, driver, open_device
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import RankMemory, session_bytes
+from .machine import STANDARD
 from .row_check import RowCheck
 
 KDA_HEAD_DIM = 128  # a warp holds a leaf of four keys a lane (kda_state.cuh)
@@ -36,7 +37,7 @@ class CudaBackend:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
 
-    name = "standard"
+    name = STANDARD
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, weights=None):

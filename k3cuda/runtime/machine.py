@@ -23,8 +23,8 @@ PACKAGES = {
     "starlette": ("k3cuda serve", "serve"), "uvicorn": ("k3cuda serve", "serve"),
 }
 LINES = ("cu13", "cu12")
-CUDA_BACKENDS = ("standard", "latency_specialized")
-NOT_BUILT = {"latency_specialized": "not in this version yet"}
+REFERENCE, STANDARD, LATENCY_SPECIALIZED = DECODE_BACKENDS = ("reference", "standard", "latency_specialized")
+NOT_BUILT = {LATENCY_SPECIALIZED: "not in this version yet"}
 MIN_CAPABILITY = (9, 0)   # Hopper: the kernels use its copy engine and barriers
 # What cuInit says where a reader needs more than its name.
 _INIT_HINTS = {
@@ -166,8 +166,8 @@ def _gpu_problem(driver: Driver) -> str | None:
 def decode_backends(driver: Driver, versions: dict[str, str | None]) -> list[dict]:
     """Each decode backend, whether it runs here, and everything that it lacks."""
     missing = [name for name, (_, extra) in PACKAGES.items() if extra == "base" and not versions[name]]
-    lacks = {"reference": [f"missing: pip install {' '.join(missing)}"] if missing else []}
-    for name in CUDA_BACKENDS:
+    lacks = {REFERENCE: [f"missing: pip install {' '.join(missing)}"] if missing else []}
+    for name in (STANDARD, LATENCY_SPECIALIZED):
         lacks[name] = [NOT_BUILT[name]] if name in NOT_BUILT else []
         lacks[name] += cuda_problems(driver, versions)
     return [{"name": name, "runs": not reasons, "reasons": reasons} for name, reasons in lacks.items()]

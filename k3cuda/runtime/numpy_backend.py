@@ -17,6 +17,7 @@ from ..reference.numerics import CACHE_ROUNDING, Numerics, padded_rows
 from ..reference.sample import sample_row
 from ..stages import GATHER, STACK
 from .backend import StepCounts, StepRows
+from .machine import REFERENCE
 from .row_check import RowCheck, sequences
 
 NUMPY_DTYPE = {"i32": np.int32, "u8": np.uint8}  # every other dtype is held as F32
@@ -49,7 +50,7 @@ class NumpyBackend:
         OutOfMemory: the cache does not fit; the message names the longest that would.
     """
 
-    name, ranks = "reference", "virtual"
+    name, ranks = REFERENCE, "virtual"
 
     def __init__(self, checkpoint, tp: int = 1, *, max_batch: int = 8, max_model_len: int | None = None,
                  activation_dtype: str = "f32", kv_cache_dtype: str = "auto"):

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from ..config import MAX_ROWS
 from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
 from .backend import Backend
+from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
 
-REFERENCE, STANDARD = "reference", "standard"
-DECODE_BACKENDS = ("auto", REFERENCE, STANDARD, "latency_specialized")
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "fp8_e4m3")
 ACTIVATION_DTYPES = ("f32", "bf16")
 _ALIASES = {"ref": REFERENCE, "fp8": "fp8_e4m3", "bfloat16": "bf16", "float32": "f32"}
@@ -80,17 +79,17 @@ def choice(name: str, value, names: tuple[str, ...]) -> str:
 
 def _choose_backend(decode_backend, activation_dtype) -> str:
     """REFERENCE or STANDARD. `auto` is the reference until the CUDA path is the faster one by measurement."""
-    name = choice("decode_backend", decode_backend, DECODE_BACKENDS)
+    name = choice("decode_backend", decode_backend, ("auto", *DECODE_BACKENDS))
     if name == "auto":
         return REFERENCE
+    if name in NOT_BUILT:
+        raise DeviceError(f"decode_backend {name!r} is {NOT_BUILT[name]}", f"use {REFERENCE!r} or 'auto', which run on the CPU")
     if name == STANDARD:
         if activation_dtype != "f32":
             raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {name!r} has its own precisions", "leave it out")
         from .cuda_driver import require_gpu
 
         require_gpu()
-    elif name != REFERENCE:
-        raise DeviceError(f"decode_backend {name!r} is not in this version yet", f"use {REFERENCE!r} or 'auto', which run on the CPU")
     return name
 
 

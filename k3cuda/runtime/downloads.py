@@ -1,5 +1,6 @@
 """What a download leaves when it was cut short, or saved something else under the file's name."""
 import os
+import stat
 from pathlib import Path
 
 _PARTIAL = (".incomplete", ".part", ".aria2", ".crdownload")  # what downloaders leave beside a file that is not whole
@@ -19,6 +20,17 @@ def hub_leftovers(folder: Path) -> str:
         if left := sorted(cache.glob("*.incomplete")):
             return f" ({len(left)} unfinished .incomplete file{'s' if len(left) > 1 else ''} in {cache})"
     return ""
+
+
+def no_text(path: Path) -> tuple[str, str] | None:
+    """As `other_kind`, of a file by its path; also of what is no file: reading a pipe or a device could wait or go on for ever."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "no regular file", "put the file itself there"
+        with path.open("rb") as file:
+            return other_kind(file.read(512))
+    except (OSError, ValueError):
+        return None   # whoever reads the file says what is wrong
 
 
 def other_kind(head: bytes) -> tuple[str, str] | None:

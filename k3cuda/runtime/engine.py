@@ -165,7 +165,7 @@ class Engine:
         for drawn in accepted.drawn:
             if drawn.token_id is None:
                 error = NumericalError(f"logits for position {len(sequence.tokens)} are not finite",
-                                       "run `k3cuda check` on the checkpoint; other requests are not affected")
+                                       "weights may be damaged behind sound headers: compare checksums with the release; other requests go on")
                 return self._end(sequence, "error", kept, deltas, error=error)
             sequence.tokens.append(drawn.token_id)
             sequence.first, sequence.last = now if sequence.first is None else sequence.first, now

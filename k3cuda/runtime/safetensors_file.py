@@ -93,7 +93,10 @@ class SafetensorsFile:
         out = np.empty(size, np.uint8)
         done = 0
         while done < size:
-            count = os.preadv(self._open.fileno(), [out[done:]], self.data_start + begin + done)
+            try:
+                count = os.preadv(self._open.fileno(), [out[done:]], self.data_start + begin + done)
+            except OSError as e:
+                raise CheckpointError(f"{self.path}: an error on reading ({e.strerror or e})", "check the disk, or download the file again") from e
             if not count:
                 raise CheckpointError(f"{self.path}: ended while it was read: it has become shorter since it was checked", _AGAIN)
             done += count

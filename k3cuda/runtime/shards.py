@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..config import RELEASED
 from ..weights import SKIPPED_PREFIXES
-from .downloads import hub_leftovers, other_kind, partial_download
+from .downloads import hub_leftovers, no_text, partial_download
 from .findings import Finding, counted, shown
 from .safetensors_file import SafetensorsFile, object_hook
 
@@ -68,15 +68,15 @@ def _scan_without_index(shards: Shards) -> None:
 
 def _read_index(shards: Shards) -> None:
     repeated = []
+    if kind := no_text(shards.index):
+        shards.add(shards.index, kind[0], _WANTED, kind[1])
+        return
     try:
         size = shards.index.stat().st_size
         if size > MAX_INDEX:
             shards.add(shards.index, f"{size:,} bytes", f"at most {MAX_INDEX:,}", _AGAIN)
             return
         data = shards.index.read_bytes()
-        if kind := other_kind(data[:512]):
-            shards.add(shards.index, kind[0], _WANTED, kind[1])
-            return
         top = json.loads(data.decode("utf-8"), object_pairs_hook=object_hook(repeated))
     except OSError as e:
         shards.add(shards.index, f"an error on reading ({e.strerror or e})", "a readable file", "check permissions and disk")

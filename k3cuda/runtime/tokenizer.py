@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .downloads import no_text
 
 RANKS_FILE, CONFIG_FILE = "tiktoken.model", "tokenizer_config.json"
 NUM_SPECIAL = 256  # ids after the base vocabulary, named or reserved
@@ -176,8 +177,6 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     for number, line in enumerate(_read_bytes(path).splitlines(), 1):
         if not line.strip():
             continue
-        if line.startswith(b"version https://git-lfs"):
-            raise CheckpointError(f"{path}: a Git LFS pointer, not the vocabulary", "run `git lfs pull` in its folder")
         where, fields = f"{path}, line {number}", line.split()
         try:
             token, rank = base64.b64decode(fields[0], validate=True), _digits(fields[1])
@@ -225,6 +224,8 @@ def _read_special(path: Path) -> dict[str, int]:
 
 
 def _read_bytes(path: Path) -> bytes:
+    if kind := no_text(path):
+        raise CheckpointError(f"{path}: found {kind[0]}, wanted a tokenizer file of a Kimi K3 release", kind[1])
     try:
         return path.read_bytes()
     except OSError as error:

@@ -15,13 +15,12 @@ from importlib import metadata
 from pathlib import Path
 
 import cupy as cp
-import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from bench_experts import Experts, expand_rate, expert_unit  # noqa: E402
 
-from k3cuda.config import K3Config  # noqa: E402
+from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.runtime import repack  # noqa: E402
 from k3cuda.runtime.cuda_driver import Launch, Module, check, driver, open_device  # noqa: E402
 from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
@@ -56,7 +55,7 @@ class Shape:
 
 
 def shapes() -> list[Shape]:
-    d = K3Config.from_json(ROOT / "k3cuda/data/kimi_k3").dims()
+    d = K3Config.from_json(RELEASED_FOLDER).dims()
     h, cut = d["hidden_size"], {k: v // TP for k, v in d.items()}
     whole = lambda k: (k, tree_leaves(k))   # noqa: E731
     part = lambda k: (k // TP, tree_leaves(k) // TP)   # noqa: E731
@@ -76,7 +75,7 @@ def shapes() -> list[Shape]:
 
 
 def layouts(shape: Shape, nt: int, tune: bool) -> dict[str, str]:
-    """Layout -> C++ type. "used" is what kernels/row_shape.cuh chooses; --tune adds others around it."""
+    """Layout -> C++ type. "used" is what kernels_cu/row_shape.cuh chooses; --tune adds others around it."""
     found = {"used": f"RowAuto<{shape.tiles}, {shape.leaves}, {shape.steps}, {nt}, {str(shape.pair).lower()}>"}
     if not tune:
         return found

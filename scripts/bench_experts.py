@@ -4,11 +4,10 @@ import ctypes
 import cupy as cp
 import numpy as np
 
-from k3cuda.config import MXFP4_GROUP, K3Config
+from k3cuda.config import MXFP4_GROUP, RELEASED_FOLDER, K3Config
 from k3cuda.reference.mxfp4 import dequantize
 from k3cuda.runtime import repack
 from k3cuda.runtime.cuda_driver import Launch, Module
-from k3cuda.runtime.cuda_jit import KERNELS
 from k3cuda.weights import tree_leaves
 
 TP = 16
@@ -16,7 +15,7 @@ EXPERTS, TOP_K, MAX_ITEMS = 896, 16, 1024
 
 
 def expert_unit(tune: bool) -> str:
-    d = K3Config.from_json(KERNELS.parent / "data/kimi_k3").dims()
+    d = K3Config.from_json(RELEASED_FOLDER).dims()
     up, down = (tree_leaves(d[n], MXFP4_GROUP) for n in ("routed_expert_hidden_size", "moe_intermediate_size"))
     groups = d["routed_expert_hidden_size"] // MXFP4_GROUP // up, d["moe_intermediate_size"] // MXFP4_GROUP // down
     lines = ["#define K3_BENCH_SMS 132", '#include "bench_core.cuh"']
@@ -36,7 +35,7 @@ class Experts:
 
     def __init__(self, bench):
         self.b = bench
-        d = K3Config.from_json(KERNELS.parent / "data/kimi_k3").dims()
+        d = K3Config.from_json(RELEASED_FOLDER).dims()
         self.latent, self.width = d["routed_expert_hidden_size"], d["moe_intermediate_size"] // TP
         self.up_leaves = tree_leaves(self.latent, MXFP4_GROUP)
         self.up_bytes = repack.leaf_bytes(self.latent // self.up_leaves // MXFP4_GROUP)

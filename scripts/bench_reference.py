@@ -1,4 +1,4 @@
-"""Decode speed of the reference backend on this machine, as JSON; docs/benchmarks/reference.json was written by it.
+"""Decode speed of the reference backend on this machine, as JSON.
 
 Greedy, one sequence, prefill left out, the model's text ignored: `python scripts/bench_reference.py [--model demo] [--tokens 200]`.
 """

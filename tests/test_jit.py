@@ -159,8 +159,8 @@ def test_launch_is_built_once():
 
 def test_no_model_number_is_typed_in_a_kernel():
     """Sizes come from generated headers. Powers of two are left out: they are also sizes of the machine."""
-    from k3cuda.config import K3Config
-    dims = K3Config.from_json(cuda_jit.KERNELS.parent / "data/kimi_k3").dims()
+    from k3cuda.config import RELEASED_FOLDER, K3Config
+    dims = K3Config.from_json(RELEASED_FOLDER).dims()
     numbers = {v // tp for v in dims.values() for tp in (1, 8, 16) if v % tp == 0 and v // tp > 128}
     numbers = {n for n in numbers if n & (n - 1)}
     found = [(p.name, int(n)) for p in cuda_jit.KERNELS.rglob("*.cuh") for line in p.read_text().splitlines()

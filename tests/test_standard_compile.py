@@ -6,7 +6,6 @@ import ctypes
 import functools
 import re
 from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
 
 import pytest
 
@@ -15,7 +14,7 @@ pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3c
 from models import headdims  # noqa: E402
 from test_jit import ARCHS, NVDISASM, opcodes  # noqa: E402
 
-from k3cuda.config import K3Config  # noqa: E402
+from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import build_files, kernels_of  # noqa: E402
 from k3cuda.errors import CompileError  # noqa: E402
 from k3cuda.packing import FOLDED, MAX_PACKED, PACKED, PLAIN  # noqa: E402
@@ -27,7 +26,7 @@ from k3cuda.weights import BY_NAME  # noqa: E402
 
 
 def released() -> K3Config:
-    return K3Config.from_json(files("k3cuda") / "data" / "kimi_k3")
+    return K3Config.from_json(RELEASED_FOLDER)
 
 
 # name -> (config, ranks, rows, dtype of the cache, architecture, whether collectives ride on stores). Each compiles for seconds.

@@ -26,8 +26,7 @@ from .prompts import read_prompt
     options.flag("--json", is_flag=True, aliases=["--output-json"], help="One JSON document when done."),
     options.flag("--jsonl", is_flag=True, help="A JSON object for the start, each step and the end."), options.OUTPUT)
 @options.engine
-@click.pass_context
-def generate(ctx, model, prompt, file, raw, system, reasoning_effort, no_think, messages, tools, show_thinking, logprobs, stream, json,
+def generate(model, prompt, file, raw, system, reasoning_effort, no_think, messages, tools, show_thinking, logprobs, stream, json,
              jsonl, output, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, no_progress, **sampling):
     """Answer one prompt.
 

@@ -287,7 +287,7 @@ def test_config_that_calls_for_a_billion_tensors(folder):
     assert "wanted each of 1..549755813888 once" in the_finding(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"temperature": "hot"}', b'{"top_p": 7}', b'{"eos_token_id": "end"}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"temperature": "hot"}', b'{"top_p": 7}', b'{"eos_token_id": "end"}', b'{"eos_token_id": 600}'])
 def test_broken_generation_config(folder, content):
     (folder / "generation_config.json").write_bytes(content)
     assert "generation_config.json: found" in the_finding(folder)

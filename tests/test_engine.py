@@ -62,6 +62,13 @@ def test_pages_limit_the_context_where_they_are_fewer():
     assert engine.context == 2 * PAGE_SIZE and len(answers["r"][0]) == 2 * PAGE_SIZE - 60
 
 
+def test_stop_ids_that_can_never_come_are_refused_at_once():
+    engine = Engine(FakeBackend(VOCAB))
+    with pytest.raises(UsageError, match=f"stop_token_ids: found {VOCAB}, wanted ids below the vocabulary of {VOCAB}"):
+        engine.add(request("r", [1], stop_token_ids=(2, VOCAB)))
+    assert not engine.has_work
+
+
 @pytest.mark.parametrize("prompt, error, words", [
     ([], PromptTooLong, "empty"), (np.zeros(0, np.int32), PromptTooLong, "empty"), ([0] * 67, PromptTooLong, "67 tokens"),
     ([VOCAB], UsageError, f"token id {VOCAB}"), ([-1], UsageError, "token id -1"), ([1.0], UsageError, "float"), ([[1]], UsageError, "shape"),

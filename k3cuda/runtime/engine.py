@@ -52,7 +52,7 @@ class Engine:
 
         Raises:
             PromptTooLong: the prompt is empty, or leaves no room for a single token.
-            UsageError: ids that are no integers or outside the vocabulary, or a `request_id` in use.
+            UsageError: ids that are no integers or outside the vocabulary, stop ids too, or a `request_id` in use.
         """
         if request.request_id in self._sequences:
             raise UsageError(f"request_id {request.request_id!r} is in use")
@@ -62,6 +62,8 @@ class Engine:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context holds {self.context} and the answer needs one of them",
                                 "shorten the prompt or raise max_model_len")
         params = request.params.resolved({})
+        if outside := [i for i in params.stop_token_ids if i >= self.backend.cfg.vocab_size]:
+            raise UsageError(f"stop_token_ids: found {outside[0]}, wanted ids below the vocabulary of {self.backend.cfg.vocab_size}")
         params = replace(params, max_tokens=min(params.max_tokens or room, room),
                          seed=self._seeds.getrandbits(DRAWN_SEED_BITS) if params.seed is None else params.seed)
         sequence = Sequence(request, params, prompt, len(prompt), self._clock())

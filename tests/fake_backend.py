@@ -32,10 +32,10 @@ class FakeBackend:
     """`bad(tokens)` says whether the logits behind these tokens are NaN. `fail[n]` is raised at the n-th call (from 0) of any of
     open_slot, step, sample and commit, and `calls` counts them."""
 
-    name, ranks, tp, kv_cache_dtype = "fake", "virtual", 1, "f32"
+    name, ranks, gpu, tp, kv_cache_dtype = "fake", "virtual", None, 1, "f32"
 
-    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, eos_ids=(), bad=None, fail=None):
-        self.cfg = SimpleNamespace(vocab_size=vocab_size, eos_ids=eos_ids)
+    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, bad=None, fail=None):
+        self.cfg = SimpleNamespace(vocab_size=vocab_size)
         self.num_slots, self.max_rows, self.max_model_len = num_slots, max_rows, max_model_len
         self.num_pages = num_slots * -(-max_model_len // PAGE_SIZE) if num_pages is None else num_pages
         self.bad, self.fail, self.calls, self.closed = bad or (lambda tokens: False), fail or {}, 0, False

@@ -40,7 +40,7 @@ def fake(monkeypatch):
     made = []
 
     def make(script=None, *, tokenizer=TOKENIZER, generation_config=None, seed=None, eos_ids=(END,), **backend):
-        opened = Scripted(TOKENIZER.vocab_size, eos_ids=eos_ids, **backend)
+        opened = Scripted(TOKENIZER.vocab_size, **backend)
         opened.script = None if script is None else TOKENIZER.encode(script, allow_special=True)
         model = Model(opened, tokenizer, generation_config or {}, eos_ids, CheckpointError("no tokenizer here"))
         monkeypatch.setattr(llm_module, "open_model", lambda *_, **__: model)

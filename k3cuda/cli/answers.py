@@ -90,7 +90,7 @@ def document(output, llm) -> dict:
         "timing": {"load_s": llm.load_s, "ttft_s": stats.ttft_s, "decode_s": stats.decode_s, "tpot_ms": stats.tpot_ms,
                    "tok_per_s": stats.tok_per_s},
         "speculative": None,
-        "engine": {"version": __version__, "gpu": None, "tp": backend.tp, "kv_cache_dtype": backend.kv_cache_dtype,
+        "engine": {"version": __version__, "gpu": backend.gpu, "tp": backend.tp, "kv_cache_dtype": backend.kv_cache_dtype,
                    "decode_backend": backend.name},
     }
     if output.logprobs is not None:

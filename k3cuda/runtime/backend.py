@@ -38,6 +38,7 @@ class Backend(Protocol):
     cfg: K3Config
     name: str             # the decode backend: "reference", "standard", "latency_specialized"
     ranks: str            # how ranks are joined: "virtual", "nccl", "peer"
+    gpu: str | None       # name of the GPU; None on the CPU
     tp: int
     max_rows: int
     num_slots: int

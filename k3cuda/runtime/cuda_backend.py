@@ -49,6 +49,7 @@ class CudaBackend:
         if head != KDA_HEAD_DIM:
             raise ConfigError(f"linear_attn_config.head_dim: found {head}, the kernels are built for {KDA_HEAD_DIM}", "use the reference backend")
         self.device, self.ride = open_device(0), ride
+        self.gpu = self.device.name
         self.cfg: K3Config = source.cfg
         self.plan: Plan = build_plan(self.cfg, tp)
         self.tp, self.num_slots, self.max_rows = tp, max_batch, MAX_ROWS

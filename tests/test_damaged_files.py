@@ -58,6 +58,18 @@ def test_f32_weights_that_are_not_finite(folder, layer, name, value):
         LLM(folder, max_model_len=64)
 
 
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_shard_whose_data_never_came(folder, number):
+    """Its space was set aside and its header written: all sizes are right."""
+    path = folder / shard(number)
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    path.write_bytes(whole[:start] + bytes(len(whole) - start))
+    assert check(folder).ok
+    with pytest.raises(CheckpointError, match=f"{path.name}: found .* with nothing but zeros"):
+        LLM(folder, max_model_len=64)
+
+
 def test_an_error_of_the_disk(folder, monkeypatch):
     def broken(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -56,8 +56,8 @@ class Checkpoint(TensorSource):
         key = checkpoint_key(weight, layer, expert)
         file = self.shards.owner[key]
         array = file.array(key, rows)
-        if weight.dtype == "F32" and not np.isfinite(array).all():   # few and small; a router's bias that is NaN would never show in a logit
-            raise CheckpointError(f"{file.path}: found {key} with values that are not finite, wanted numbers", "download the file again")
+        if trouble := _trouble(weight, array):
+            raise CheckpointError(f"{file.path}: found {key} with {trouble}, wanted numbers of a trained model", "download the file again")
         return array
 
     def tokenizer(self):
@@ -69,6 +69,17 @@ class Checkpoint(TensorSource):
     def close(self) -> None:
         for file in self.shards.files.values():
             file.close()
+
+
+def _trouble(weight: Weight, array: np.ndarray) -> str:
+    """Damage that would never show as a logit that is not finite, or ""."""
+    if weight.dtype == "F32" and not np.isfinite(array).all():   # few and small; a router's bias only selects
+        return "values that are not finite"
+    data = array.reshape(-1).view(np.uint8)
+    # A download may set its space aside and end before the data: every shard has one of these, and token 0 would win for ever.
+    if weight.name.endswith(("norm", "embed_tokens", "lm_head")) and not (data[:4096].any() or data.any()):
+        return "nothing but zeros"
+    return ""
 
 
 class Survey:

@@ -2,7 +2,7 @@
 import numpy as np
 from hypothesis import settings, strategies as st
 
-from k3cuda.reference.sample import f32
+from k3cuda.reference.numerics import F32
 from k3cuda.runtime.sampling import SamplingParams
 
 settings.register_profile("k3cuda", deadline=None)  # a busy machine is no failure
@@ -17,7 +17,7 @@ wild = st.one_of(coarse, st.floats(-(2.0**100), 2.0**100, width=32), st.sampled_
 
 
 def rows(values, most=40):
-    return st.lists(values, min_size=1, max_size=most).map(lambda x: np.array(x, f32))
+    return st.lists(values, min_size=1, max_size=most).map(lambda x: np.array(x, F32))
 
 
 def params(**given_):

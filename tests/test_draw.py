@@ -7,7 +7,8 @@ from hypothesis import given, settings, strategies as st
 from sampling_cases import MARGIN, coarse, filters, params, rows, wild
 
 from k3cuda.reference import sample
-from k3cuda.reference.sample import f32, law, log_softmax, most_likely, pick, sample_row, tree_levels
+from k3cuda.reference.numerics import F32
+from k3cuda.reference.sample import law, log_softmax, most_likely, pick, sample_row, tree_levels
 from k3cuda.runtime.sampling import Draw, Drawn, SamplingParams
 
 
@@ -17,7 +18,7 @@ def test_draw_has_the_law(row, given_):
     p = params(**given_)
     w = law(row, p)
     grid = 512  # an interval of length p holds p x 512 points of the grid, give or take one
-    counts = np.bincount([pick(w, f32(i / grid)) for i in range(grid)], minlength=len(row))
+    counts = np.bincount([pick(w, F32(i / grid)) for i in range(grid)], minlength=len(row))
     assert np.all(np.abs(counts - grid * (w / w.astype(float).sum())) <= 1.01)
     assert np.all(counts[w == 0] == 0)
 
@@ -26,7 +27,7 @@ def test_draw_has_the_law(row, given_):
 @given(rows(st.one_of(st.just(0.0), st.floats(2.0**-149, 1, width=32)), most=70), st.integers(0, (1 << 24) - 1), st.data())
 def test_pick_is_the_inverse_cdf_in_id_order_and_has_mass(w, bits, data):
     w[data.draw(st.integers(0, len(w) - 1))] = 1  # as the likeliest token always has
-    u = f32(bits * 2.0**-24)
+    u = F32(bits * 2.0**-24)
     token = pick(w, u)
     assert w[token] > 0
     cumulative, total = np.cumsum(w.astype(float)), w.astype(float).sum()
@@ -35,14 +36,14 @@ def test_pick_is_the_inverse_cdf_in_id_order_and_has_mass(w, bits, data):
 
 def test_pick_never_ends_on_a_token_without_mass_at_the_end_of_the_line():
     # u x total rounds up to what the left part of the tree holds, and nothing follows it.
-    last = f32(1 - 2.0**-24)
+    last = F32(1 - 2.0**-24)
     for w in ([1, 0], [0, 1, 0, 0], [1e-45, 0, 0], [0.1, 0.2, 0.3, 0, 0], [0, 0, 0, 1e-40, 0]):
-        for u in (f32(0), f32(0.5), last):
-            assert f32(w[pick(np.array(w, f32), u)]) > 0
+        for u in (F32(0), F32(0.5), last):
+            assert F32(w[pick(np.array(w, F32), u)]) > 0
 
 
 def test_sampled_tokens_pass_a_chi_square_test():
-    row = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], f32))
+    row = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04], F32))
     p, n = params(seed=3), 6000
     counts = np.bincount([sample_row(row, Draw(p, 3, position)).token_id for position in range(n)], minlength=6)
     expected = n * np.exp(row.astype(float))
@@ -58,7 +59,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest(row):
 @pytest.mark.parametrize("row", [[0.0], [-1e30], [3.4e38]])
 def test_one_token_vocabulary(row):
     for given_ in ({}, {"temperature": 0}, {"top_k": 1, "top_p": 0.1, "min_p": 1}):
-        drawn = sample_row(np.array(row, f32), Draw(params(**given_, logprobs=5), 1, 1))
+        drawn = sample_row(np.array(row, F32), Draw(params(**given_, logprobs=5), 1, 1))
         assert drawn == Drawn(0, 0.0, ((0, 0.0),))
 
 
@@ -74,7 +75,7 @@ def test_a_row_that_is_not_finite_gives_no_token(row, poison, data):
 def test_a_draw_depends_on_nothing_but_its_arguments(row, given_, seed, position):
     draw = Draw(params(**given_, logprobs=3), seed, position, prompt_ids=[0], output_ids=[0, 0])
     alone = sample_row(row, draw)
-    batch = np.random.default_rng(0).standard_normal((5, len(row))).astype(f32)
+    batch = np.random.default_rng(0).standard_normal((5, len(row))).astype(F32)
     batch[3] = row
     for other in batch[[0, 4]]:
         sample_row(other, Draw(draw.params, seed ^ 1, position + 1))
@@ -98,19 +99,19 @@ def test_logprobs_are_the_raw_log_softmax(row, count):
 
 
 def test_logprobs_stay_finite():
-    drawn = sample_row(np.array([3.4e38, -3.4e38], f32), Draw(params(temperature=0, logprobs=2), 0, 0))
+    drawn = sample_row(np.array([3.4e38, -3.4e38], F32), Draw(params(temperature=0, logprobs=2), 0, 0))
     assert drawn.top_logprobs == ((0, 0.0), (1, float(-sample.LARGEST)))
 
 
 def test_logprobs_are_left_out_unless_asked_for():
-    row = np.zeros(4, f32)
+    row = np.zeros(4, F32)
     assert sample_row(row, Draw(params(temperature=0), 0, 0)) == Drawn(0, None, None)
     assert sample_row(row, Draw(params(temperature=0, logprobs=0), 0, 0)).top_logprobs == ()
     assert most_likely(row, 2) == ((0, 0.0), (1, 0.0))
 
 
 def test_a_vocabulary_of_the_release_takes_every_path():
-    row = np.random.default_rng(1).standard_normal(163_840).astype(f32) * f32(3)
+    row = np.random.default_rng(1).standard_normal(163_840).astype(F32) * F32(3)
     drawn = sample_row(row, Draw(params(top_p=0.95, min_p=1e-4, top_k=5000, repetition_penalty=1.1, logprobs=20), 9, 100_000,
                                  prompt_ids=range(1000), output_ids=range(500)))
     assert 0 <= drawn.token_id < len(row) and len(drawn.top_logprobs) == 20

@@ -9,7 +9,8 @@ from sampling_cases import MARGIN, coarse, filters, params, rows, wild
 
 from k3cuda.errors import ConfigError, UsageError
 from k3cuda.reference import sample
-from k3cuda.reference.sample import f32, law, penalised, philox4x32, tree_sum, uniform
+from k3cuda.reference.numerics import F32
+from k3cuda.reference.sample import law, penalised, philox4x32, tree_sum, uniform
 from k3cuda.runtime import sampling
 from k3cuda.runtime.sampling import STREAM_ACCEPT, STREAM_DRAFT, STREAM_SAMPLE, SamplingParams
 
@@ -29,7 +30,7 @@ def test_uniform_counts_position_stream_and_index_under_the_seed():
     assert (STREAM_ACCEPT, STREAM_SAMPLE, STREAM_DRAFT) == (0, 1, 2)  # settled: they are part of every stored result
     seed = 0x299F31D0A4093822
     for position in range(100):  # low bits are dropped, not rounded: half of these would tell
-        assert uniform(seed, position, 1) == f32((philox4x32((position, 1, 0, 0), (0xA4093822, 0x299F31D0))[0] >> 8) * 2.0**-24)
+        assert uniform(seed, position, 1) == F32((philox4x32((position, 1, 0, 0), (0xA4093822, 0x299F31D0))[0] >> 8) * 2.0**-24)
     values = {float(uniform(s, p, t, i)) for s in (0, 1, 1 << 32) for p in (0, 1) for t in (0, 1, 2) for i in (0, 1)}
     assert len(values) == 3 * 2 * 3 * 2  # 24 bits: 36 numbers collide with probability 4e-5, and these are fixed
     assert all(0 <= v < 1 for v in values)
@@ -92,26 +93,26 @@ def test_greedy_is_spelled_one_way_and_warned_once(given_, warned, caplog):
 # The tree
 
 def recursive_sum(x):
-    return x[0] if len(x) == 1 else f32(recursive_sum(x[:len(x) // 2]) + recursive_sum(x[len(x) // 2:]))
+    return x[0] if len(x) == 1 else F32(recursive_sum(x[:len(x) // 2]) + recursive_sum(x[len(x) // 2:]))
 
 
 @given(rows(st.floats(0, 2.0**100, width=32), most=70))
 def test_tree_sum_is_the_padded_binary_tree(x):
-    padded = np.zeros(1 << (len(x) - 1).bit_length(), f32)
+    padded = np.zeros(1 << (len(x) - 1).bit_length(), F32)
     padded[:len(x)] = x
     assert tree_sum(x).tobytes() == recursive_sum(padded).tobytes()
 
 
 @given(rows(st.floats(0, 1, width=32)), st.data())
 def test_tree_sum_never_falls_when_a_value_is_added(x, data):
-    fewer = np.where(np.array(data.draw(st.lists(st.booleans(), min_size=len(x), max_size=len(x)))), x, f32(0))
+    fewer = np.where(np.array(data.draw(st.lists(st.booleans(), min_size=len(x), max_size=len(x)))), x, F32(0))
     assert tree_sum(fewer) <= tree_sum(x)
 
 
 def test_exp_does_not_depend_on_where_an_array_starts():
     # NumPy works in vectors: a value must not depend on its lane, or a row would depend on its place in a batch.
-    x = np.linspace(-20, 0, 1000, dtype=f32)
-    base = np.empty(1064, f32)
+    x = np.linspace(-20, 0, 1000, dtype=F32)
+    base = np.empty(1064, F32)
     for offset in range(17):  # one more than the widest vector holds
         view = base[offset:offset + 1000]
         view[:] = x
@@ -167,25 +168,25 @@ def test_law_is_that_of_the_sorted_oracle(row, given_, data):
 def test_top_p_keeps_the_largest_threshold_that_reaches_the_mass(row, given_):
     p = params(**given_ | {"top_p": 0.9})
     before = law(row, SamplingParams(**{f: getattr(p, f) for f in ("temperature", "top_k", "min_p")}, top_p=1.0))
-    wanted = f32(0.9) * tree_sum(before)
-    taus = [v for v in sorted(set(before[before > 0].tolist())) if tree_sum(np.where(before >= f32(v), before, f32(0))) >= wanted]
-    assert law(row, p).tobytes() == np.where(before >= f32(taus[-1]), before, f32(0)).tobytes()
+    wanted = F32(0.9) * tree_sum(before)
+    taus = [v for v in sorted(set(before[before > 0].tolist())) if tree_sum(np.where(before >= F32(v), before, F32(0))) >= wanted]
+    assert law(row, p).tobytes() == np.where(before >= F32(taus[-1]), before, F32(0)).tobytes()
 
 
 def test_top_p_ends_where_the_mass_is_reached_exactly():
-    w = np.array([0.5, 1, 0.25, 0.25], f32)  # every sum is exact
-    assert sample._top_p(w, f32(0.5)).tolist() == [0, 1, 0, 0]
-    assert sample._top_p(w, f32(0.75)).tolist() == [0.5, 1, 0, 0]
-    assert sample._top_p(w, np.nextafter(f32(0.75), f32(1))).tolist() == w.tolist()  # equals come together
+    w = np.array([0.5, 1, 0.25, 0.25], F32)  # every sum is exact
+    assert sample._top_p(w, F32(0.5)).tolist() == [0, 1, 0, 0]
+    assert sample._top_p(w, F32(0.75)).tolist() == [0.5, 1, 0, 0]
+    assert sample._top_p(w, np.nextafter(F32(0.75), F32(1))).tolist() == w.tolist()  # equals come together
 
 
 @given(rows(wild), filters)
 def test_something_is_always_left_and_ties_stay_together(row, given_):
     p = params(**given_)
     w = law(row, p)
-    assert w.dtype == f32 and np.all(np.isfinite(w)) and w.max() == 1
+    assert w.dtype == F32 and np.all(np.isfinite(w)) and w.max() == 1
     for value in set(row.tolist()):
-        assert len(set(w[row == f32(value)].tolist())) == 1
+        assert len(set(w[row == F32(value)].tolist())) == 1
 
 
 @given(rows(wild, most=12), st.integers(1, 12))
@@ -199,7 +200,7 @@ def test_top_k_keeps_k_and_what_ties_with_the_kth(row, k):
 
 
 def test_filters_act_in_order():
-    row = np.log(np.array([0.5, 0.3, 0.15, 0.05], f32))
+    row = np.log(np.array([0.5, 0.3, 0.15, 0.05], F32))
     # min-p first: 0.05 < 0.2 x 0.5 goes; 0.83 of the 0.95 left is 0.789, reached by two; 0.83 of everything would need three.
     assert np.count_nonzero(law(row, params(min_p=0.2, top_p=0.83))) == 2
     assert np.count_nonzero(law(row, params(top_p=0.83))) == 3
@@ -212,11 +213,11 @@ def test_filters_act_in_order():
 
 
 def test_penalties_are_those_of_the_formulas():
-    row = np.array([2, -2, 1, 0, 3], f32)
+    row = np.array([2, -2, 1, 0, 3], F32)
     p = SamplingParams(repetition_penalty=2, frequency_penalty=0.5, presence_penalty=0.25)
     got = penalised(row, p, prompt_ids=[0, 1], output_ids=[2, 2, 1])
     assert got.tolist() == [1, -4 - 0.5 - 0.25, 0.5 - 1 - 0.25, 0, 3]
     assert row.tolist() == [2, -2, 1, 0, 3]
     assert penalised(row, SamplingParams(), [0], [0]) is row
-    huge = penalised(np.array([3e38, -3e38], f32), SamplingParams(repetition_penalty=0.1), [0], [])
+    huge = penalised(np.array([3e38, -3e38], F32), SamplingParams(repetition_penalty=0.1), [0], [])
     assert np.all(np.isfinite(huge))

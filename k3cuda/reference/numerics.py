@@ -29,7 +29,7 @@ CACHE_ROUNDING = {"f32": exact, "bf16": bf16, "fp8_e4m3": fp8_e4m3}
 
 
 class Numerics:
-    """`round` falls where k3-architecture section 5 (docs/numerics.md) says the release rounds; it is exact in F32 mode."""
+    """`round` falls where docs/numerics.md says the release rounds; it is exact in F32 mode."""
 
     def __init__(self, activation_dtype: str = "f32", kv_cache_dtype: str = "auto"):
         self.round = {"f32": exact, "bf16": bf16}[activation_dtype]

@@ -6,9 +6,9 @@ one rounding an operation, no fused multiply-add.
 import numpy as np
 
 from ..runtime.sampling import Draw, Drawn, SamplingParams
+from .numerics import F32
 
-f32 = np.float32
-LARGEST = np.finfo(f32).max
+LARGEST = np.finfo(F32).max
 
 # Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 _ROUNDS, _WORD = 10, 0xFFFFFFFF
@@ -24,7 +24,7 @@ def sample_row(logits: np.ndarray, draw: Draw) -> Drawn:
     Returns:
         the token; `token_id` is None where any logit is NaN or infinite, -inf included: a model gives none, a mask is no logit.
     """
-    row = np.ascontiguousarray(logits, f32)
+    row = np.ascontiguousarray(logits, F32)
     if not np.isfinite(row).all():
         return Drawn(None)
     params = draw.params if draw.params.is_resolved else draw.params.resolved({})
@@ -52,7 +52,7 @@ def philox4x32(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...
 def uniform(seed: int, position: int, stream: int, index: int = 0) -> np.float32:
     """The `index`-th number of a stream at a position: 24 bits, in [0, 1), exact in F32."""
     word = philox4x32((position & _WORD, stream, index, 0), (seed & _WORD, seed >> 32 & _WORD))[0]
-    return f32((word >> 8) * 2.0 ** -24)
+    return F32((word >> 8) * 2.0 ** -24)
 
 
 def tree_levels(x: np.ndarray) -> list[np.ndarray]:
@@ -63,7 +63,7 @@ def tree_levels(x: np.ndarray) -> list[np.ndarray]:
     levels = []
     while True:
         if len(x) > 1 and len(x) % 2:
-            x = np.append(x, f32(0))
+            x = np.append(x, F32(0))
         levels.append(x)
         if len(x) == 1:
             return levels
@@ -86,11 +86,11 @@ def penalised(row: np.ndarray, params: SamplingParams, prompt_ids, output_ids) -
     output = np.asarray(output_ids, np.int64)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         if params.repetition_penalty != 1:
-            seen, factor = np.union1d(np.asarray(prompt_ids, np.int64), output), f32(params.repetition_penalty)
+            seen, factor = np.union1d(np.asarray(prompt_ids, np.int64), output), F32(params.repetition_penalty)
             row[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
         seen, counts = np.unique(output, return_counts=True)
-        row[seen] -= f32(params.frequency_penalty) * counts.astype(f32)
-        row[seen] -= f32(params.presence_penalty)
+        row[seen] -= F32(params.frequency_penalty) * counts.astype(F32)
+        row[seen] -= F32(params.presence_penalty)
     return np.clip(row, -LARGEST, LARGEST)
 
 
@@ -104,16 +104,16 @@ def law(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
         float32 [vocab_size]: exp((score - largest) / temperature), so 1 for the likeliest, and 0 for what a filter took away.
     """
     with np.errstate(over="ignore", under="ignore"):  # a distance that overflows is -inf, and its weight 0
-        z = (scores - scores.max()) / f32(params.temperature)
+        z = (scores - scores.max()) / F32(params.temperature)
         w = np.exp(z)
         if params.min_p > 0:
-            w = np.where(w >= f32(params.min_p), w, f32(0))
+            w = np.where(w >= F32(params.min_p), w, F32(0))
         if 0 < params.top_k < len(z):
             # What min-p took is below everything it left, so the k-th of all is the k-th of the rest, or removes nothing.
             place = len(z) - params.top_k
-            w = np.where(z >= np.partition(z, place)[place], w, f32(0))
-        if f32(params.top_p) < 1:
-            w = _top_p(w, f32(params.top_p))
+            w = np.where(z >= np.partition(z, place)[place], w, F32(0))
+        if F32(params.top_p) < 1:
+            w = _top_p(w, F32(params.top_p))
     return w
 
 
@@ -124,11 +124,11 @@ def _top_p(w: np.ndarray, top_p: np.float32) -> np.ndarray:
     low, high = 0, len(values) - 1  # values[low] reaches it: at 0 nothing is taken away
     while low < high:
         middle = (low + high + 1) // 2
-        if tree_sum(np.where(w >= values[middle], w, f32(0))) >= wanted:
+        if tree_sum(np.where(w >= values[middle], w, F32(0))) >= wanted:
             low = middle
         else:
             high = middle - 1
-    return np.where(w >= values[low], w, f32(0))
+    return np.where(w >= values[low], w, F32(0))
 
 
 def pick(weights: np.ndarray, u: np.float32) -> int:

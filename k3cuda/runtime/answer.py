@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 
-from .text_stream import Answer, Delta, StopStrings, TokenStream, ToolCall, utf8_decoder
+from .text_stream import Delta, StopStrings, TokenStream, ToolCall, utf8_decoder
 
 THINK, RESPONSE, TOOLS, CALL, ARGUMENT, JSON, BETWEEN, ENDED = (
     "think",
@@ -65,7 +65,6 @@ class AnswerParser(TokenStream):
         self._header, self._header_tokens = b"", 0  # what followed that marker so far
         self._call: _Call | None = None
         self._delta = Delta()  # of the token being fed
-        self.num_reasoning_tokens = 0  # ids that went into reasoning, tags not counted
 
     def feed(self, token_id: int) -> Delta:
         if self._state == ENDED:
@@ -95,11 +94,6 @@ class AnswerParser(TokenStream):
         else:
             self._enter(ENDED)
         return self._show(self._delta)
-
-    def result(self) -> Answer:
-        """The answer so far; reasoning and content are None where there is no text."""
-        reasoning, content = "".join(self._reasoning), "".join(self._content)
-        return Answer(reasoning or None, content or None, tuple(self._tool_calls), self.num_reasoning_tokens)
 
     # Tags
 

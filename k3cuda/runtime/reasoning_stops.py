@@ -1,5 +1,5 @@
 """Stop strings inside the reasoning, for requests that ask for it; the answer's own are the parser's."""
-from .text_stream import Answer, Delta, StopStrings, TokenStream
+from .text_stream import Delta, StopStrings, TokenStream
 
 
 class ReasoningStops(TokenStream):
@@ -23,9 +23,6 @@ class ReasoningStops(TokenStream):
 
     def finish(self) -> Delta:
         return Delta() if self.stop_reason is not None else self._searched(self._parser.finish(), is_last=True)
-
-    def result(self) -> Answer:
-        return Answer("".join(self._reasoning) or None, "".join(self._content) or None, tuple(self._tool_calls), self.num_reasoning_tokens)
 
     def _searched(self, delta: Delta, is_last: bool = False) -> Delta:
         reasoning, self.stop_reason = self._stops.feed(delta.reasoning)

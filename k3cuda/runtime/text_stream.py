@@ -51,6 +51,8 @@ class TokenStream:
     Every way of grouping the tokens shows the same text, because nothing depends on more than the ids fed so far.
     """
 
+    num_reasoning_tokens = 0  # ids that went into reasoning, tags not counted
+
     def __init__(self):
         self.stop_reason: str | None = None
         self._content, self._reasoning, self._tool_calls = [], [], []
@@ -73,7 +75,8 @@ class TokenStream:
         return deltas
 
     def result(self) -> Answer:
-        return Answer(None, "".join(self._content))
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        return Answer(reasoning or None, content or None, tuple(self._tool_calls), self.num_reasoning_tokens)
 
     def _show(self, delta: Delta) -> Delta:
         self._content.append(delta.content)
@@ -104,6 +107,9 @@ class TextStream(TokenStream):
             return Delta()
         text = self._visible(self._decoder.decode(b"", True))
         return self._show(Delta(text if self.stop_reason is not None else text + self._stops.flush()))
+
+    def result(self) -> Answer:
+        return Answer(None, "".join(self._content))
 
     def _visible(self, text: str) -> str:
         text, self.stop_reason = self._stops.feed(text)

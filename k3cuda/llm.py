@@ -38,7 +38,7 @@ class LLM:
         decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
         max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.
         max_batch: requests that run at once, 1 to 64; more are queued.
-        kv_cache_dtype: "auto" (as the activations), "f32", "bf16" or "fp8_e4m3".
+        kv_cache_dtype: "auto" (as the activations; "bf16" on a GPU), "f32" (reference only), "bf16" or "fp8_e4m3".
         activation_dtype: "f32", or "bf16" to round where the release does.
         seed: makes the seeds that are drawn for requests without one reproducible, in order of the requests.
 

@@ -1,4 +1,5 @@
 """What the engine asks of whatever runs the decode step. Draft-and-verify uses the same three calls: step, sample, commit."""
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol, Sequence
 
@@ -28,8 +29,8 @@ class StepRows:
 class StepCounts:
     """How many steps ran on which decode backend, and why a slower one was taken."""
 
-    steps: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, int] = field(default_factory=dict)
+    steps: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
 
 
 class Backend(Protocol):

@@ -95,7 +95,7 @@ class CudaBackend:
         bucket = bucket_of(len(rows))
         self._write(token_ids=rows.token_ids, row_slot=rows.slots, row_position=rows.positions, logit_rows=rows.logit_rows)
         self._replay("step", bucket)
-        self.counts.steps[self.name] = self.counts.steps.get(self.name, 0) + 1
+        self.counts.steps[self.name] += 1
 
     def logits(self) -> np.ndarray:
         rows = len(self._check.rows.logit_rows)

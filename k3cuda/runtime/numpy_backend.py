@@ -39,7 +39,7 @@ class NumpyBackend:
     """runtime/backend.py on the CPU.
 
     Args:
-        checkpoint: has `cfg` and `rank_slices(weight, layer, tp, rank)` (runtime/checkpoint.py).
+        checkpoint: has `cfg` and `rank_slices(weight, layer, tp, rank)` (runtime/tensor_source.py).
         tp: virtual ranks, each holding only its own slices.
         max_batch: slots, 1 to 64.
         max_model_len: tokens a slot can hold; None: what fits half of the free memory, at most the model's own limit.
@@ -94,7 +94,7 @@ class NumpyBackend:
                 arena[name][:] = pad
                 arena[name][:len(values)] = values
         self._run(self.plan.ops, n, m, observe)
-        self.counts.steps[self.name] = self.counts.steps.get(self.name, 0) + 1
+        self.counts.steps[self.name] += 1
 
     def logits(self) -> np.ndarray:
         return self.arenas[0]["logits"][:len(self._check.rows.logit_rows)]

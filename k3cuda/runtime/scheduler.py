@@ -17,7 +17,7 @@ class Sequence:
     After every step `len(tokens) = committed + 1` once the prompt is done: the last token is drawn, but not yet run.
 
     Attributes:
-        request: what was asked (engine.Request).
+        request: what was asked (request.Request).
         params: resolved, seed and max_tokens filled in.
         tokens: prompt, then output.
         num_prompt: tokens of the prompt.

@@ -3,7 +3,7 @@ import ctypes
 from dataclasses import dataclass
 
 from ..errors import DeviceError
-from .machine import MIN_CAPABILITY, probe_driver
+from .machine import gpu_problem, probe_driver
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ def open_device(index: int = 0) -> Device:
     if not 0 <= index < len(found.gpus):
         raise DeviceError(f"GPU {index} doesn't exist: {len(found.gpus)} visible, counted from 0", "see CUDA_VISIBLE_DEVICES")
     gpu, cu = found.gpus[index], driver()
-    major, minor = map(int, gpu.compute_capability.split("."))
-    if (major, minor) < MIN_CAPABILITY:
-        raise DeviceError(f"{gpu.name} has compute capability {gpu.compute_capability}; the kernels need "
-                          f"{'.'.join(map(str, MIN_CAPABILITY))} or newer", "use --decode-backend reference")
+    if problem := gpu_problem(gpu):
+        raise DeviceError(problem, "use --decode-backend reference")
     line, supported = _bindings_line(), int(found.cuda.split(".")[0])
     if supported < line:
         raise DeviceError(f"the driver supports CUDA {found.cuda} and the packages are for {line}",
@@ -67,7 +65,7 @@ def open_device(index: int = 0) -> Device:
     kinds = cu.CUdevice_attribute
     sms, shared = (check(cu.cuDeviceGetAttribute(kind, device)) for kind in (
         kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
-    return Device(index, gpu.name, f"sm_{major}{minor}a", sms, shared)
+    return Device(index, gpu.name, f"sm_{gpu.compute_capability.replace('.', '')}a", sms, shared)
 
 
 def require_gpu(index: int = 0) -> Device:

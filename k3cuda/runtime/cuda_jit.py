@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from ..errors import CompileError, DeviceError
+from .machine import probe_nvrtc
 
 log = logging.getLogger("k3cuda")
 
@@ -170,14 +171,12 @@ def _move(folder: Path, to: Path) -> Path:
 @functools.cache
 def _nvrtc():
     """(the bindings, version such as "13.0"); the library itself loads at the first call, not at import."""
-    try:
-        from cuda.bindings import nvrtc
-        _, major, minor = nvrtc.nvrtcVersion()
-    except ImportError as e:
-        raise DeviceError("cuda-bindings isn't installed", "pip install 'k3cuda[cu13]'") from e
-    except RuntimeError as e:   # cuda.pathfinder's DynamicLibNotFoundError is one
-        raise DeviceError("the NVRTC library isn't found", "pip install nvidia-cuda-nvrtc") from e
-    return nvrtc, f"{major}.{minor}"
+    version, problem = probe_nvrtc()
+    if problem:
+        raise DeviceError(problem, "pip install 'k3cuda[cu13]', or 'k3cuda[cu12]' for a driver older than the 580 series")
+    from cuda.bindings import nvrtc
+
+    return nvrtc, version
 
 
 def _number(arch: str) -> str:

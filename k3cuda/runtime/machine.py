@@ -157,10 +157,15 @@ def _package_problems(driver: Driver, versions: dict[str, str | None]) -> list[s
 
 
 def _gpu_problem(driver: Driver) -> str | None:
-    if any(_number(g.compute_capability) >= MIN_CAPABILITY for g in driver.gpus) or not driver.gpus:
+    problems = [gpu_problem(gpu) for gpu in driver.gpus]
+    return problems[0] if problems and all(problems) else None
+
+
+def gpu_problem(gpu: Gpu) -> str | None:
+    """Why the kernels cannot run on this GPU, or None."""
+    if _number(gpu.compute_capability) >= MIN_CAPABILITY:
         return None
-    gpu, wanted = driver.gpus[0], ".".join(map(str, MIN_CAPABILITY))
-    return f"{gpu.name} has compute capability {gpu.compute_capability}; the kernels need {wanted} or newer"
+    return f"{gpu.name} has compute capability {gpu.compute_capability}; the kernels need {'.'.join(map(str, MIN_CAPABILITY))} or newer"
 
 
 def decode_backends(driver: Driver, versions: dict[str, str | None]) -> list[dict]:

@@ -3,6 +3,8 @@ from dataclasses import asdict, dataclass
 
 from ..errors import CheckpointError, K3Error, OutOfMemory
 
+AGAIN = "download the file again"  # the way out of a damaged file
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .downloads import hub_leftovers, other_kind, partial_download
-from .findings import Finding, counted, error_of, shown
+from .findings import AGAIN, Finding, counted, error_of, shown
 
 MAX_HEADER = 100_000_000  # the format's own limit
 MAX_VALUES = 8_000_000    # JSON values in a header: bounds memory; the whole release in one file would have 5 million
@@ -21,7 +21,6 @@ DTYPE_BITS = {
 }
 _NUMPY = {"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4", "F32": "<f4",
           "C64": "<c8", "F64": "<f8", "I64": "<i8", "U64": "<u8"}
-_AGAIN = "download the file again"
 _WANTED = "a safetensors file"
 _INT = {int}  # a bool is no size, though Python would count with it
 
@@ -98,7 +97,7 @@ class SafetensorsFile:
             except OSError as e:
                 raise CheckpointError(f"{self.path}: an error on reading ({e.strerror or e})", "check the disk, or download the file again") from e
             if not count:
-                raise CheckpointError(f"{self.path}: ended while it was read: it has become shorter since it was checked", _AGAIN)
+                raise CheckpointError(f"{self.path}: ended while it was read: it has become shorter since it was checked", AGAIN)
             done += count
         return out
 
@@ -110,7 +109,7 @@ class SafetensorsFile:
 
 
 class _Bad(Exception):
-    def __init__(self, path: Path, found: str, wanted: str, way_out: str = _AGAIN):
+    def __init__(self, path: Path, found: str, wanted: str, way_out: str = AGAIN):
         super().__init__(found)
         self.finding = Finding(str(path), found, wanted, way_out)
 
@@ -149,7 +148,7 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
         raise _Bad(path, f"header length {length}{empty}", "a JSON header")
     if length > MAX_HEADER:
         raise _Bad(path, f"header length {length:,}", f"at most {MAX_HEADER:,}",
-                   "this is no safetensors file, or it is damaged: " + _AGAIN)
+                   "this is no safetensors file, or it is damaged: " + AGAIN)
     if length > size - 8:
         raise _Bad(path, f"{size:,} bytes, less than its own header of {length:,}: truncated by at least {length + 8 - size:,} bytes",
                    "the whole file")
@@ -170,11 +169,11 @@ def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding]]:
         raise _Bad(path, f"a header that is no JSON ({shown(e)})", "a JSON object") from None
     findings = []
     if repeated:
-        findings.append(Finding(str(path), "in its header " + counted(repeated, "repeated name"), "each tensor once", _AGAIN))
+        findings.append(Finding(str(path), "in its header " + counted(repeated, "repeated name"), "each tensor once", AGAIN))
     metadata = top.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
-        findings.append(Finding(str(path), "__metadata__ that does not map names to strings", "strings", _AGAIN))
+        findings.append(Finding(str(path), "__metadata__ that does not map names to strings", "strings", AGAIN))
         metadata = {}
     return top, metadata, findings
 
@@ -205,7 +204,7 @@ def _check_entries(path: Path, entries: dict) -> tuple[dict[str, Tensor], list[F
         else:
             begin, end = entry["data_offsets"]
             tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), begin, end)
-    return tensors, [Finding(str(path), _first(names), wanted, _AGAIN) for wanted, names in bad.items()]
+    return tensors, [Finding(str(path), _first(names), wanted, AGAIN) for wanted, names in bad.items()]
 
 
 def _sound(name: str, entry) -> bool:
@@ -264,9 +263,9 @@ def _check_layout(path: Path, tensors: dict[str, Tensor], data_size: int, whole:
     for kind, noun in ((overlaps, "overlap"), (gaps, "gap")):
         if kind:
             more = f", and {len(kind) - 1} more {noun}s" if len(kind) > 1 else ""
-            findings.append(Finding(str(path), kind[0] + more, "tensors back to back", _AGAIN))
+            findings.append(Finding(str(path), kind[0] + more, "tensors back to back", AGAIN))
     if data_size < at:
-        findings.append(Finding(str(path), f"{data_size:,} bytes of data: truncated by {at - data_size:,} bytes", f"{at:,} bytes", _AGAIN))
+        findings.append(Finding(str(path), f"{data_size:,} bytes of data: truncated by {at - data_size:,} bytes", f"{at:,} bytes", AGAIN))
     elif data_size > at and whole:
-        findings.append(Finding(str(path), f"{data_size:,} bytes of data: {data_size - at:,} bytes too long", f"{at:,} bytes", _AGAIN))
+        findings.append(Finding(str(path), f"{data_size:,} bytes of data: {data_size - at:,} bytes too long", f"{at:,} bytes", AGAIN))
     return findings

@@ -7,12 +7,12 @@ from pathlib import Path
 from ..config import RELEASED
 from ..weights import SKIPPED_PREFIXES
 from .downloads import hub_leftovers, no_text, partial_download
-from .findings import Finding, counted, shown
+from .findings import AGAIN, Finding, counted, shown
 from .safetensors_file import SafetensorsFile, object_hook
 
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
 MAX_INDEX = 256_000_000  # bytes; the release's index has about 60 million
-_AGAIN = "download the file again"
+_ONE_RELEASE = "download index and shards of one release"
 _WANTED = "a JSON object whose weight_map gives the file of each tensor"
 
 
@@ -74,7 +74,7 @@ def _read_index(shards: Shards) -> None:
     try:
         size = shards.index.stat().st_size
         if size > MAX_INDEX:
-            shards.add(shards.index, f"{size:,} bytes", f"at most {MAX_INDEX:,}", _AGAIN)
+            shards.add(shards.index, f"{size:,} bytes", f"at most {MAX_INDEX:,}", AGAIN)
             return
         data = shards.index.read_bytes()
         top = json.loads(data.decode("utf-8"), object_pairs_hook=object_hook(repeated))
@@ -82,14 +82,14 @@ def _read_index(shards: Shards) -> None:
         shards.add(shards.index, f"an error on reading ({e.strerror or e})", "a readable file", "check permissions and disk")
         return
     except (ValueError, RecursionError) as e:
-        shards.add(shards.index, f"no JSON ({shown(e)})" if data else "0 bytes", _WANTED, _AGAIN)
+        shards.add(shards.index, f"no JSON ({shown(e)})" if data else "0 bytes", _WANTED, AGAIN)
         return
     if repeated:
-        shards.add(shards.index, f"{counted(repeated, 'name')}, given more than once", "each tensor once", _AGAIN)
+        shards.add(shards.index, f"{counted(repeated, 'name')}, given more than once", "each tensor once", AGAIN)
     weight_map = top.get("weight_map") if isinstance(top, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         found = "no weight_map" if weight_map is None else f"weight_map {shown(weight_map, 40)}"
-        shards.add(shards.index, found, _WANTED, _AGAIN)
+        shards.add(shards.index, found, _WANTED, AGAIN)
         return
     _read_map(shards, weight_map)
     _check_total(shards, top.get("metadata"))
@@ -106,7 +106,7 @@ def _read_map(shards: Shards, weight_map: dict) -> None:
     if outside:
         bad = [key for key, name in weight_map.items() if not isinstance(name, str) or name in outside]
         shards.add(shards.index, f"{shown(bad[0])} in the file {shown(repr(weight_map[bad[0]]), 60)}"
-                   + (f", and {len(bad) - 1} more like it" if len(bad) > 1 else ""), "a file name without a folder", _AGAIN)
+                   + (f", and {len(bad) - 1} more like it" if len(bad) > 1 else ""), "a file name without a folder", AGAIN)
         shards.unusable.update(bad)
         weight_map = {key: name for key, name in weight_map.items() if isinstance(name, str) and name not in outside}
     shards.listed = {key: name for key, name in weight_map.items() if not key.startswith(SKIPPED_PREFIXES)}
@@ -137,7 +137,7 @@ def _scan(shards: Shards, names: list[str]) -> None:
     if shards.twice:
         key, second = next(iter(shards.twice.items()))
         shards.add(second.path, f"{counted(shards.twice, 'tensor')} that {shards.owner[key].path.name} has too", "each tensor once",
-                   "download index and shards of one release")
+                   _ONE_RELEASE)
 
 
 def _scan_one(shards: Shards, name: str) -> None:
@@ -170,17 +170,17 @@ def _compare(shards: Shards) -> None:
             lost.setdefault(name, []).append(key)
     for name, keys in lost.items():
         shards.add(shards.folder / name, f"no {counted(keys, 'tensor')}, which {shards.index.name} says lie here", "every listed tensor",
-                   _AGAIN)
+                   AGAIN)
     if moved:
         key = moved[0]
         shards.add(shards.index, f"{counted(moved, 'tensor')} listed in {shards.listed[key]}",
-                   f"{shards.owner[key].path.name}, where it lies", _AGAIN)
+                   f"{shards.owner[key].path.name}, where it lies", AGAIN)
     for key, file in shards.owner.items():
         if key not in shards.listed:
             unlisted.setdefault(file.path, []).append(key)
     for path, keys in unlisted.items():
         shards.add(path, f"{counted(keys, 'tensor')} that {shards.index.name} does not list", "only listed tensors",
-                   "download index and shards of one release")
+                   _ONE_RELEASE)
 
 
 def _check_total(shards: Shards, metadata) -> None:
@@ -190,4 +190,4 @@ def _check_total(shards: Shards, metadata) -> None:
     text, exact = shards.text_bytes, not shards.skipped_tensors
     if type(total) is bool or not isinstance(total, (int, float)) or (total != text if exact else total < text):
         shards.add(shards.index, f"metadata.total_size {shown(total, 30)}", f"{'' if exact else 'at least '}{text:,}, the bytes of the "
-                   "tensors" + ("" if exact else " of the text model"), "download index and shards of one release")
+                   "tensors" + ("" if exact else " of the text model"), _ONE_RELEASE)

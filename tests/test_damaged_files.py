@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from command import k3
 
 from damage import key, shard, small_checkpoint
 from k3cuda import LLM
@@ -78,3 +79,12 @@ def test_an_error_of_the_disk(folder, monkeypatch):
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(CheckpointError, match=f"{shard(5)}: an error on reading .Input/output error.; check the disk"):
         checkpoint.read("lm_head")
+
+
+def test_plan_needs_only_a_config(folder):
+    shown = k3("plan", folder).stdout
+    assert shown == k3("plan", folder / "config.json").stdout == k3("plan", folder / shard(1)).stdout   # a file of weights has it beside it
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    for model in (folder, folder / "config.json", folder / shard(1)):
+        assert b"config.json: found no regular file" in k3("plan", model, code=3).stderr

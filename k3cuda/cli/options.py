@@ -192,7 +192,7 @@ def config_of(model: str, layers: int | None = None):
     from ..config import RELEASED, RELEASED_FOLDER, K3Config
     from ..runtime.demo import DEMO, open_demo
 
-    cfg = open_demo().cfg if model == DEMO else K3Config.from_json(RELEASED_FOLDER if model == RELEASED else model)
+    cfg = open_demo().cfg if model == DEMO else K3Config.from_json(RELEASED_FOLDER if model == RELEASED else _config_file(model))
     if layers is None or layers == cfg.num_hidden_layers:
         return cfg
     if layers > cfg.num_hidden_layers:
@@ -200,6 +200,20 @@ def config_of(model: str, layers: int | None = None):
     lin = cfg.linear_attn_config
     lin = replace(lin, **{name: tuple(i for i in getattr(lin, name) if i <= layers) for name in ("kda_layers", "full_attn_layers")})
     return replace(cfg, num_hidden_layers=layers, linear_attn_config=lin)
+
+
+def _config_file(model: str):
+    """The config.json of MODEL, which may also be a file of weights beside it. ConfigError where reading it could not end."""
+    from pathlib import Path
+
+    from ..errors import ConfigError
+    from ..runtime.downloads import no_text
+
+    path = Path(model)
+    path = path.parent / "config.json" if path.suffix == ".safetensors" else path / "config.json" if path.is_dir() else path
+    if kind := no_text(path):
+        raise ConfigError(f"{path}: found {kind[0]}, wanted the config of a Kimi K3 release", kind[1])
+    return path
 
 
 def check_rank(tp: int, rank: int) -> None:

@@ -1,16 +1,19 @@
 """`k3cuda bench`: times against the bytes that must be read."""
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import click
 
+from .. import __version__
 from ..buffers import KV_BYTES
+from ..config import PAGE_SIZE
 from ..runtime.cuda_driver import require_gpu
 from . import options
 from .group import Group
 from .output import Result, say
+
+ONE_SEQUENCE = 8   # rows up to here are those of one sequence that verifies drafts
 
 
 class Counts(click.ParamType):
@@ -39,9 +42,10 @@ _RANK = (
     options.flag("--tp", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", aliases=options.TP_ALIASES, help="Ranks the model is cut into."),
     options.flag("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The one rank that runs; its collectives are looped back."),
     options.flag("--layers", type=click.IntRange(min=1), metavar="N", help="Run the first N layers only.  [default: all]"),
-    options.flag("--rows", type=Counts(), default="1,8", show_default=True, help="Rows of a step: up to 8 belong to one sequence, more to one each."),
+    options.flag("--rows", type=Counts(), default="1,8", show_default=True, help=f"Rows of a step: up to {ONE_SEQUENCE} belong to one sequence, more to one each."),
     options.flag("--context", type=Counts(), default="1", show_default=True, help="Tokens of every sequence, the step's own included."),
-    options.flag("--kv-cache-dtype", type=click.Choice(list(KV_BYTES)), default="fp8_e4m3", show_default=True, help="Format of the MLA cache."),
+    options.flag("--kv-cache-dtype", type=click.Choice(list(KV_BYTES)), default="fp8_e4m3", show_default=True, metavar="TYPE",
+                 help=f"Format of the MLA cache: {' or '.join(KV_BYTES)}."),
     options.OUTPUT)
 
 
@@ -60,13 +64,14 @@ def step(model, tp, rank, layers, rows, context, kv_cache_dtype, output, stages)
     from ..runtime.cuda_kernels import bucket_of, compile_buckets
 
     result = Result(output)
-    slots = max([n for n in rows if n > 8], default=1)
-    bench = StepBench(cfg, tp, rank, slots=slots, max_model_len=max(max(context), 8) + 64, kv_cache_dtype=kv_cache_dtype)
+    slots = max(sequences for sequences, _ in map(_shared, rows))
+    bench = StepBench(cfg, tp, rank, slots=slots, max_model_len=max(max(context), ONE_SEQUENCE) + PAGE_SIZE, kv_cache_dtype=kv_cache_dtype)
     compile_buckets(bench.backend.plan, {bucket_of(n) for n in rows}, bench.backend.kv_cache_dtype, bench.arch, sms=bench.backend.device.sms)
     steps, by_stage = [], []
     for tokens in context:
         for n in rows:
-            bench.place(*(1, n) if n <= 8 else (n, 1), max(tokens, 1 if n > 8 else n))
+            sequences, rows_each = _shared(n)
+            bench.place(sequences, rows_each, max(tokens, rows_each))
             steps.append(bench.step())
             say(f"{n:3} rows, context {steps[-1]['context']:7}: {steps[-1]['ms']:8.3f} ms, {steps[-1]['ratio_to_floor']:.2f} x the floor")
             if stages:
@@ -75,18 +80,19 @@ def step(model, tp, rank, layers, rows, context, kv_cache_dtype, output, stages)
     result.close()
 
 
+def _shared(rows: int) -> tuple[int, int]:
+    """(sequences, rows of each) of a step."""
+    return (1, rows) if rows <= ONE_SEQUENCE else (rows, 1)
+
+
 def _surroundings(bench) -> dict:
     """Versions, commit, GPU, clocks and command: what a number is worth without which nothing can be compared."""
-    packages = {}
-    for name in ("k3cuda", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvidia-cuda-nvrtc"):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     from ..runtime.cuda_jit import nvrtc_version
+    from ..runtime.machine import package_versions
 
+    packages = {"k3cuda": __version__} | {name: version for name, version in package_versions().items() if version}
     return {"commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"), "versions": packages | {"nvrtc": nvrtc_version()},
-            "gpu": bench.backend.device.name, "arch": bench.arch, "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "gpu": bench.backend.gpu, "arch": bench.arch, "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "clocks": _said("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader"),
             "command": " ".join(["k3cuda", *sys.argv[1:]])}
 

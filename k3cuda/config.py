@@ -50,7 +50,7 @@ class LinearAttnConfig:
 
 @dataclass(frozen=True)
 class K3Config:
-    """The text model of one release. Fields are the keys of `text_config`; see docs/design.md for what they mean.
+    """The text model of one release. Fields are the keys of `text_config`, under their own names.
 
     Layers are 0-based everywhere but in `linear_attn_config`.
     """

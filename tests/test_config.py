@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from k3cuda.config import FIXED, FIXED_LINEAR, K3Config
+from k3cuda.config import FIXED, FIXED_LINEAR, RELEASED_FOLDER, K3Config
 from k3cuda.errors import ConfigError
 from k3cuda.runtime.made_config import config_json, made_config
 from real_config import MLA_LAYERS, real_config
@@ -34,6 +34,7 @@ def linear_key(key, value):
 
 def test_the_release():
     cfg = K3Config.from_json(real_config())
+    assert cfg == K3Config.from_json(RELEASED_FOLDER)
     assert (cfg.num_hidden_layers, cfg.hidden_size) == (93, 7168)
     assert (cfg.eos_token_id, cfg.bos_token_id, cfg.pad_token_id) == ((163586,), 163584, 163839)
     assert [i + 1 for i in range(93) if not cfg.is_kda(i)] == MLA_LAYERS

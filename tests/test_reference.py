@@ -2,6 +2,11 @@
 import numpy as np
 import pytest
 
+from k3cuda.config import PAGE_SIZE
+from k3cuda.errors import ConfigError
+from k3cuda.runtime.made_config import made_config
+from k3cuda.runtime.made_model import MadeCheckpoint
+from k3cuda.runtime.numpy_backend import NumpyBackend
 from models import PAGES_A_SLOT, backend, feed, golden, headdims, open_slot, relative, step_rows
 
 F32_LIMIT = 1e-5    # asked of every tensor; float64 goldens against F32 arithmetic give 2e-7 to 1.4e-6
@@ -199,3 +204,10 @@ def test_padding_rows_are_no_rows(checkpoint):
     np.testing.assert_array_equal(after["conv_state"][:, others], before["conv_state"][:, others])
     changed = (after["mla_cache"] != before["mla_cache"]).any(axis=(0, 3))
     assert changed.sum() == 1 and changed[2 * PAGES_A_SLOT, 3]
+
+
+def test_a_model_may_end_inside_a_page():
+    checkpoint = MadeCheckpoint(made_config(max_position_embeddings=PAGE_SIZE + 36))
+    assert NumpyBackend(checkpoint).max_model_len == NumpyBackend(checkpoint, max_model_len=PAGE_SIZE + 36).max_model_len == PAGE_SIZE + 36
+    with pytest.raises(ConfigError, match="beyond the model's 100"):
+        NumpyBackend(checkpoint, max_model_len=PAGE_SIZE + 37)

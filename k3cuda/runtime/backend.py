@@ -5,7 +5,8 @@ from typing import Protocol, Sequence
 
 import numpy as np
 
-from ..config import K3Config
+from ..config import MAX_ROWS, K3Config
+from ..errors import ConfigError
 from .sampling import Draw, Drawn
 
 
@@ -31,6 +32,14 @@ class StepCounts:
 
     steps: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+
+
+def check_room(cfg: K3Config, max_batch: int, max_model_len: int | None) -> None:
+    """Raises ConfigError where no machine could hold so many slots, or sequences so long; a length of None is not looked at."""
+    if not 1 <= max_batch <= MAX_ROWS:
+        raise ConfigError(f"max_batch {max_batch} is outside 1 to {MAX_ROWS}")
+    if max_model_len is not None and max_model_len > cfg.max_position_embeddings:
+        raise ConfigError(f"max_model_len {max_model_len} is beyond the model's {cfg.max_position_embeddings}", "leave it out for what fits")
 
 
 class Backend(Protocol):

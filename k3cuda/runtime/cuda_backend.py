@@ -9,7 +9,7 @@ from ..errors import ConfigError, OutOfMemory
 from ..plan import Plan, build_plan
 from ..reference.sample import sample_row
 from . import cuda_weights
-from .backend import StepCounts, StepRows
+from .backend import StepCounts, StepRows, check_room
 from .cuda_driver import check, driver, open_device
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import RankMemory, session_bytes
@@ -41,8 +41,7 @@ class CudaBackend:
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, weights=None):
-        if not 1 <= max_batch <= MAX_ROWS:
-            raise ConfigError(f"max_batch {max_batch} is outside 1 to {MAX_ROWS}")
+        check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
         head = source.cfg.linear_attn_config.head_dim
@@ -183,8 +182,6 @@ class CudaBackend:
         pages = room // max(page + 4, 1) // self.num_slots
         fits = min(self.cfg.max_position_embeddings, pages * PAGE_SIZE)
         asked_or_fits = fits if asked is None else asked
-        if asked_or_fits > self.cfg.max_position_embeddings:
-            raise ConfigError(f"max_model_len {asked} is beyond the model's {self.cfg.max_position_embeddings}")
         if fits < 1 or asked_or_fits > fits:
             raise OutOfMemory(f"{self.num_slots} x {asked_or_fits} tokens of cache do not fit the {room / 1e9:.1f} GB that weights and states leave",
                               f"use a max_model_len of at most {max(fits, 0)}, or a smaller max_batch")

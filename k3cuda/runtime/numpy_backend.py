@@ -16,7 +16,7 @@ from ..reference.mxfp4 import ExpertMatrix
 from ..reference.numerics import CACHE_ROUNDING, Numerics, padded_rows
 from ..reference.sample import sample_row
 from ..stages import GATHER, STACK
-from .backend import StepCounts, StepRows
+from .backend import StepCounts, StepRows, check_room
 from .machine import REFERENCE
 from .row_check import RowCheck, sequences
 
@@ -54,8 +54,7 @@ class NumpyBackend:
 
     def __init__(self, checkpoint, tp: int = 1, *, max_batch: int = 8, max_model_len: int | None = None,
                  activation_dtype: str = "f32", kv_cache_dtype: str = "auto"):
-        if not 1 <= max_batch <= MAX_ROWS:
-            raise ConfigError(f"max_batch {max_batch} is outside 1 to {MAX_ROWS}")
+        check_room(checkpoint.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in ("auto", *CACHE_ROUNDING):
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown", f"use auto, {', '.join(CACHE_ROUNDING)}")
         self.cfg, self.tp, self.num_slots, self.max_rows = checkpoint.cfg, tp, max_batch, MAX_ROWS
@@ -197,12 +196,11 @@ def _fitting_length(cfg: K3Config, slots: int, asked: int | None) -> int:
     dims = cfg.dims()
     token_bytes = dims["num_mla_layers"] * dims["mla_cache_dim"] * 4 * slots
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    fits = min(cfg.max_position_embeddings, free // 2 // token_bytes if token_bytes else cfg.max_position_embeddings)
-    fits = fits // PAGE_SIZE * PAGE_SIZE or min(fits, PAGE_SIZE)
+    fits = cfg.max_position_embeddings
+    if token_bytes:
+        fits = min(fits, free // 2 // token_bytes // PAGE_SIZE * PAGE_SIZE)  # pages are whole
     if asked is None:
         asked = fits
-    if asked > cfg.max_position_embeddings:
-        raise ConfigError(f"max_model_len {asked} is beyond the model's {cfg.max_position_embeddings}", f"use at most {fits}")
     if asked > fits or fits < 1:
         raise OutOfMemory(f"a cache of {slots} x {asked} tokens needs {asked * token_bytes / 1e9:.1f} GB of the {free / 1e9:.1f} GB free",
                           f"use a max_model_len of at most {fits}, or a smaller max_batch")

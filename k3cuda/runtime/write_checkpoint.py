@@ -7,7 +7,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from ..config import K3Config
 from ..errors import OutOfMemory, UsageError
 from ..weights import DTYPE_BYTES, checkpoint_bytes, checkpoint_key, layer_weights, stored_shapes
 from .checkpoint import CONFIG, GENERATION_CONFIG

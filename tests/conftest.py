@@ -1,5 +1,8 @@
-"""Tests marked gpu are left out where there is no GPU."""
+"""Tests marked gpu are left out where there is no GPU; a small checkpoint for tests that damage one."""
+import shutil
+
 import pytest
+from damage import small_checkpoint
 
 from k3cuda.runtime.machine import probe_driver
 
@@ -9,3 +12,14 @@ def pytest_collection_modifyitems(config, items):
     if gpu and not probe_driver().gpus:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in set(gpu)]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """A small made checkpoint, shared: tests write into a `folder` instead."""
+    return small_checkpoint(tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.fixture
+def folder(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "model")

@@ -2,7 +2,6 @@
 import json
 import logging
 import os
-import shutil
 
 import ml_dtypes
 import numpy as np
@@ -18,16 +17,6 @@ from k3cuda.weights import BY_NAME, expected_tensors, rank_slice
 from models import HEADDIMS
 
 GATE = key(1, "block_sparse_moe.gate.weight")
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    return small_checkpoint(tmp_path_factory.mktemp("small") / "model")
-
-
-@pytest.fixture
-def folder(pristine, tmp_path):
-    return shutil.copytree(pristine, tmp_path / "model")
 
 
 def findings(path) -> list[str]:

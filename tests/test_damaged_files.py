@@ -1,28 +1,17 @@
 """Files that are none, or hold something else, or numbers that are none: told by name, and never waited for."""
 import errno
 import os
-import shutil
 
 import numpy as np
 import pytest
 from command import k3
 
-from damage import key, shard, small_checkpoint
+from damage import key, shard
 from k3cuda import LLM
 from k3cuda.errors import CheckpointError
 from k3cuda.runtime.checkpoint import Checkpoint
 from k3cuda.runtime.preflight import check
 from k3cuda.runtime.shards import INDEX
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    return small_checkpoint(tmp_path_factory.mktemp("small") / "model")
-
-
-@pytest.fixture
-def folder(pristine, tmp_path):
-    return shutil.copytree(pristine, tmp_path / "model")
 
 
 SMALL_FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tiktoken.model", INDEX]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from damage import NUM_SHARDS, SMALL, edit_header, edit_index, edit_json, key, rename, shard, small_checkpoint
+from damage import NUM_SHARDS, SMALL, edit_header, edit_index, edit_json, key, rename, shard
 from k3cuda.config import K3Config
 from k3cuda.errors import CheckpointError, OutOfMemory
 from k3cuda.runtime import preflight
@@ -18,16 +18,6 @@ from k3cuda.runtime.write_checkpoint import file_header
 from k3cuda.weights import checkpoint_bytes, checkpoint_key, layer_weights, stored_shapes
 from models import HEADDIMS
 from real_config import real_config
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory):
-    return small_checkpoint(tmp_path_factory.mktemp("small") / "model")
-
-
-@pytest.fixture
-def folder(pristine, tmp_path):
-    return shutil.copytree(pristine, tmp_path / "model")
 
 
 def append(path, data: bytes) -> None:

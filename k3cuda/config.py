@@ -239,11 +239,16 @@ def _token_id(key: str, top: dict, text: dict, problems: list[str]):
     if len(found) == 2 and found[0] != found[1]:
         problems.append(f"{key}: {found[0]!r} at the top, {found[1]!r} in text_config")
     value = found[0] if found else None
-    several = isinstance(value, list) and key == "eos_token_id"
-    ids = value if several else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+    ids = token_ids(value)
+    if ids is None or isinstance(value, list) and key != "eos_token_id":
         problems.append(f"{key}: found {value!r:.60}, wanted a token id")
-    return tuple(ids) if key == "eos_token_id" else value
+    return ids if key == "eos_token_id" else value
+
+
+def token_ids(value) -> tuple[int, ...] | None:
+    """The ids of a JSON value that is null, an id or a list of ids; None where it is anything else."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(ids) if all(type(i) is int and i >= 0 for i in ids) else None
 
 
 def _refuse_unknown(level: dict, known: set, prefix: str, problems: list[str]) -> None:

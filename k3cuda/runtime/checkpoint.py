@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config import K3Config
+from ..config import K3Config, token_ids
 from ..errors import CheckpointError, ConfigError
 from ..weights import Weight, checkpoint_key, expected_tensors, num_tensors, stored_shapes
 from .downloads import no_text
@@ -136,8 +136,8 @@ class Survey:
                 raise ValueError(f"a {type(values).__name__}")
             SamplingParams().resolved(values)
             eos = values.get("eos_token_id")
-            end = self.cfg.vocab_size if self.cfg else math.inf
-            if not all(type(i) is int and 0 <= i < end for i in (eos if isinstance(eos, list) else [] if eos is None else [eos])):
+            ids, end = token_ids(eos), self.cfg.vocab_size if self.cfg else math.inf
+            if ids is None or max(ids, default=0) >= end:
                 raise ConfigError(f"eos_token_id {shown(repr(eos), 60)}, which is no id of the model")
             return values
         except FileNotFoundError:

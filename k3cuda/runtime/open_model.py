@@ -3,7 +3,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from ..config import MAX_ROWS
+from ..config import MAX_ROWS, token_ids
 from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
 from .backend import Backend
 from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
@@ -63,8 +63,8 @@ def _tokenizer(checkpoint):
 
 def _eos_ids(checkpoint) -> tuple[int, ...]:
     found = checkpoint.generation_config.get("eos_token_id")
-    more = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in more):
+    more = token_ids(found)
+    if more is None:
         raise ConfigError(f"generation_config.json: eos_token_id: found {found!r:.60}, wanted token ids", "download the file again")
     return tuple(dict.fromkeys([*checkpoint.cfg.eos_token_id, *more]))
 

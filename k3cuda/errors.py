@@ -91,7 +91,7 @@ class RankDied(K3Error):
 
 
 class PlanError(K3Error):
-    """The description tables contradict themselves: a bug of ours, never of the user."""
+    """The description tables contradict themselves, or rows break the contract of a backend: a bug of ours, never of the user."""
 
 
 class Aborted(K3Error):

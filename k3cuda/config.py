@@ -92,15 +92,15 @@ class K3Config:
         Raises:
             ConfigError: file or key missing, value of the wrong kind, unknown key, or contradiction. It lists all of them.
         """
-        top = source if isinstance(source, dict) else _load_json(Path(source))
+        top, where = (source, "config") if isinstance(source, dict) else (_load_json(Path(source)), source)
         problems: list[str] = []
         values = _read_keys(top, problems)
         if problems:
-            raise ConfigError(f"{_where(source)}: " + "; ".join(problems), "use the config.json of a Kimi K3 release unchanged")
+            raise ConfigError(f"{where}: " + "; ".join(problems), "use the config.json of a Kimi K3 release unchanged")
         cfg = cls(**values)
         problems = _contradictions(cfg)
         if problems:
-            raise ConfigError(f"{_where(source)}: " + "; ".join(problems))
+            raise ConfigError(f"{where}: " + "; ".join(problems))
         return cfg
 
     # ---- layer kinds, 0-based ----
@@ -122,7 +122,7 @@ class K3Config:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.type is int} | {
             "kda_num_heads": lin.num_heads, "kda_head_dim": lin.head_dim, "kda_dim": lin.num_heads * lin.head_dim,
             "conv_width": lin.short_conv_kernel_size, "conv_history": lin.short_conv_kernel_size - 1,
-            "a_log_padded": _round_up(lin.num_heads, 128),  # the release pads the heads of A_log with zeros
+            "a_log_padded": -(-lin.num_heads // 128) * 128,  # the release pads the heads of A_log with zeros
             "num_kda_layers": num_kda, "num_mla_layers": self.num_hidden_layers - num_kda,
             "mla_qk_head_dim": self.qk_nope_head_dim + self.qk_rope_head_dim,
             "mla_q_dim": self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim),
@@ -136,14 +136,6 @@ class K3Config:
             "num_res_blocks": -(-self.num_hidden_layers // self.attn_res_block_size),
             "one": 1,
         }
-
-
-def _round_up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
-
-
-def _where(source) -> str:
-    return "config" if isinstance(source, dict) else str(source)
 
 
 def _load_json(path: Path) -> dict:

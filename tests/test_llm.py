@@ -2,6 +2,7 @@
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from scripted import CLOSED, END, GREEDY, THOUGHT, TOKENIZER, USER, fake  # noqa
 
 import k3cuda
 from k3cuda import LLM, SamplingParams
-from k3cuda.errors import CheckpointError, ConfigError, DeviceError, NumericalError, RequestError, UsageError
+from k3cuda.errors import CheckpointError, ConfigError, DeviceError, NumericalError, OutOfMemory, RequestError, UsageError
+from k3cuda.runtime import cuda_driver, preflight
 from k3cuda.runtime.answer import AnswerParser
+from k3cuda.runtime.numpy_backend import NumpyBackend
 from k3cuda.runtime.reasoning_stops import ReasoningStops
 
 
@@ -205,3 +208,19 @@ def test_demo_chats(demo):
     out = demo.chat(USER, SamplingParams(seed=1, max_tokens=4, ignore_eos=True), reasoning_effort="low")
     assert out.stats.completion_tokens == 4 and out.finish_reason == "length"
     assert demo.backend.counts.steps["reference"] > 0 and demo.load_s > 0
+
+
+def test_the_backend_that_was_asked_for_is_the_one_that_runs(monkeypatch):
+    """Without a GPU: the standard backend is made, and a host too small for the reference does not keep it from running."""
+    def gpu_backend(checkpoint, **options):
+        backend = NumpyBackend(checkpoint, **options)
+        backend.name = "standard"
+        return backend
+
+    monkeypatch.setattr(cuda_driver, "require_gpu", lambda: None)
+    monkeypatch.setitem(sys.modules, "k3cuda.runtime.cuda_backend", SimpleNamespace(CudaBackend=gpu_backend))
+    monkeypatch.setattr(preflight, "host", lambda: {"memory_free_bytes": 1, "memory_limit_bytes": None})
+    with LLM("demo", decode_backend="standard") as llm:
+        assert llm.backend.name == "standard"
+    with pytest.raises(OutOfMemory, match="reference backend"):
+        LLM("demo", decode_backend="reference")

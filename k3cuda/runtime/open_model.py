@@ -35,19 +35,19 @@ class Model:
 def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
                activation_dtype="f32") -> Model:
     """Arguments and errors of `k3cuda.LLM`."""
-    name = _choose_backend(decode_backend, activation_dtype)
+    chosen = _choose_backend(decode_backend, activation_dtype)
     kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
     for name, value, most in (("tp", tp, None), ("max_batch", max_batch, MAX_ROWS), ("max_model_len", max_model_len, None)):
         _check_count(name, value, most)
     if draft_model is not None:
         raise UsageError(f"draft_model: found {str(draft_model)!r}, but this build does not speculate yet", "leave it out")
-    checkpoint = _open_checkpoint(model, tp)
+    checkpoint = _open_checkpoint(model, tp, is_reference=chosen == REFERENCE)
     try:
         eos_ids = _eos_ids(checkpoint)
         tokenizer, no_tokenizer = _tokenizer(checkpoint)
         options = {"tp": tp, "max_batch": max_batch, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
-        backend = _cuda(checkpoint, options) if name == STANDARD else _reference(checkpoint, options, activation_dtype)
+        backend = _cuda(checkpoint, options) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype)
     finally:
         if checkpoint is not model:
             checkpoint.close()
@@ -113,7 +113,7 @@ def _check_count(name: str, value, most: int | None) -> None:
         raise UsageError(f"{name}: found {value!r:.60}, wanted {wanted}")
 
 
-def _open_checkpoint(model, tp: int):
+def _open_checkpoint(model, tp: int, is_reference: bool):
     from .demo import DEMO
     from .preflight import check
     from .tensor_source import TensorSource
@@ -126,4 +126,4 @@ def _open_checkpoint(model, tp: int):
         name = str(model).rpartition("/")[2]
         raise CheckpointError(f"{model}: found no folder of that name here, wanted a checkpoint on this machine",
                               f"nothing is downloaded for you: if it is a name on the hub, run `hf download {model} --local-dir {name}` and give {name}")
-    return check(model, tp=tp).open()
+    return check(model, tp=tp, is_reference=is_reference).open()

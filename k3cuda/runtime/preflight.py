@@ -50,13 +50,14 @@ class Report:
                 "notes": self.notes}
 
 
-def check(path, tp: int | None = None, draft=None) -> Report:
+def check(path, tp: int | None = None, draft=None, is_reference: bool = True) -> Report:
     """Looks at a model without loading it.
 
     Args:
         path: the folder of a checkpoint, one .safetensors file, or "demo".
         tp: number of ranks it shall be cut into; None: not asked.
         draft: a draft model; not checked yet.
+        is_reference: whether the reference backend shall run it: that one needs the host's memory.
     """
     report = Report(str(path))
     if str(path) == DEMO:
@@ -66,7 +67,7 @@ def check(path, tp: int | None = None, draft=None) -> Report:
     if cfg:
         _add_sizes(report, cfg)
         _check_tp(report, cfg, tp, folder)
-        _check_memory(report, cfg, tp or 1)
+        _check_memory(report, cfg, tp or 1, is_reference)
         if folder:
             _check_tokenizer(report, cfg, folder)
     if draft is not None:
@@ -106,14 +107,14 @@ def _check_tp(report: Report, cfg: K3Config, tp: int | None, folder: Path | None
                                        "ask for one of these"))
 
 
-def _check_memory(report: Report, cfg: K3Config, tp: int) -> None:
+def _check_memory(report: Report, cfg: K3Config, tp: int, is_reference: bool) -> None:
     """The reference backend holds every virtual rank in this process; experts are expanded as they are used, so this is the least."""
     ranks = tp if tp in legal_tps(cfg) else 1
     memory = host()
     needed = model_bytes(cfg, ranks, widened=True) * ranks
     known = [n for n in (memory["memory_free_bytes"], memory["memory_limit_bytes"]) if n]
     report.facts |= {"reference_memory_bytes": needed, "host_memory_free_bytes": min(known) if known else None}
-    if known and needed > min(known):
+    if is_reference and known and needed > min(known):
         report.findings.append(Finding("host memory", f"{min(known) / 1e9:.1f} GB free",
                                        f"{needed / 1e9:.1f} GB for the weights of the reference backend",
                                        "use a machine with more memory, or a smaller model", OutOfMemory.code))

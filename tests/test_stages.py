@@ -7,7 +7,6 @@ import pytest
 
 from k3cuda.buffers import BUFFERS, BY_NAME
 from k3cuda.plan import instance
-from k3cuda.reference.numerics import padded_rows
 from k3cuda.stages import STAGES
 from models import backend, headdims, open_slot, step_rows
 
@@ -43,7 +42,7 @@ class Machine:
             if change:
                 change(name, arena[name])
         before = {name: x.copy() for name, x in arena.items()}
-        n = padded_rows(len(self.rows))
+        n = len(self.rows)
         call = self.be._bind(op, rank, n, n)
         with np.errstate(all="ignore"):
             call.stage(call.m, call.w, call.b, op)

@@ -12,7 +12,7 @@ def _mix(m, hidden, blocks, norm, proj):
     if len(blocks) == 0:
         return hidden
     sources = np.concatenate([blocks, hidden[None]])
-    scores = (sources * (norm * proj)).sum(-1, keepdims=True) * inverse_rms(sources, m.cfg.rms_norm_eps)
+    scores = np.vecdot(sources, norm * proj)[..., None] * inverse_rms(sources, m.cfg.rms_norm_eps)
     weights = np.exp(scores - scores.max(0))
     weights /= weights.sum(0)
     return m.num.round((weights * sources).sum(0))

@@ -46,18 +46,16 @@ def _conv(m, w, b, slot, rows):
     Returns q, k, v [n, h, d]; q and k with L2 norm d^-1/2 and 1.
     """
     inputs = np.concatenate([b.conv_state[slot], b.kda_qkv[rows].swapaxes(0, 1)], axis=1)  # [3, history + n, c]
-    n, out = rows.stop - rows.start, []
-    for u, tap in zip(inputs, (w.kda_q_conv, w.kda_k_conv, w.kda_v_conv)):
-        y = u[:n] * tap[:, 0]
-        for j in range(1, tap.shape[1]):
-            y = y + u[j:j + n] * tap[:, j]
-        out.append(m.num.round(silu(y)).reshape(n, *b.kda_k.shape[1:]))
-    q, k, v = out
+    taps, n = np.stack([w.kda_q_conv, w.kda_k_conv, w.kda_v_conv]), rows.stop - rows.start
+    y = inputs[:, :n] * taps[:, None, :, 0]
+    for j in range(1, taps.shape[2]):
+        y = y + inputs[:, j:j + n] * taps[:, None, :, j]
+    q, k, v = m.num.round(silu(y)).reshape(3, n, *b.kda_k.shape[1:])
     return _l2norm(q) * F32(q.shape[-1] ** -0.5), _l2norm(k), v
 
 
 def _l2norm(x):
-    return x / np.sqrt((x * x).sum(-1, keepdims=True) + F32(L2NORM_EPS))
+    return x / np.sqrt(np.vecdot(x, x)[..., None] + F32(L2NORM_EPS))
 
 
 def _advance(state, k, v, decay, beta):

@@ -5,7 +5,7 @@ Shapes here: h heads of this rank, cache rows of kv_lora_rank latent values and 
 import numpy as np
 
 from ..config import MLA_NORM_EPS, PAGE_SIZE
-from .numerics import F32, linear, rms_norm, rows_matmul, sigmoid
+from .numerics import F32, linear, linear_by_head, rms_norm, sigmoid
 
 
 def mla_in(m, w, b, op):
@@ -40,7 +40,7 @@ def mla_absorb(m, w, b, op):
     """Query against a cache row: W_k^T q_nope beside q_rope, [n, h, kv_lora_rank + rope]."""
     keys, _ = _kv_b(m, w)
     nope, rope = np.split(b.mla_q, [m.cfg.qk_nope_head_dim], axis=2)
-    absorbed = rows_matmul(nope.swapaxes(0, 1), keys).swapaxes(0, 1)
+    absorbed = linear_by_head(nope, keys)
     b.mla_q_absorbed[:] = np.concatenate([m.num.round(absorbed), rope], axis=2)
 
 
@@ -69,6 +69,6 @@ def _slot_cache(b, slot, length):
 
 def mla_out(m, w, b, op):
     _, values = _kv_b(m, w)
-    o = rows_matmul(b.mla_o_latent.swapaxes(0, 1), values.swapaxes(1, 2)).swapaxes(0, 1)
+    o = linear_by_head(b.mla_o_latent, values.swapaxes(1, 2))
     gate = sigmoid(b.mla_out_gate)
     b.mixer_out[:] = m.num.round(m.num.round(o.reshape(gate.shape)) * gate)

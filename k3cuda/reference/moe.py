@@ -6,7 +6,7 @@ and in a batch.
 import numpy as np
 
 from .dense import glu
-from .numerics import F32, linear, linear_of_some, rms_norm, sigmoid, situ, tree_sum
+from .numerics import F32, linear, rms_norm, sigmoid, situ, tree_sum
 
 
 def moe_in(m, w, b, op):
@@ -27,15 +27,20 @@ def route(m, w, b, op):
 
 def _chosen(b):
     """Yields (expert, rows that chose it, its place among each row's choices), experts rising; padding rows choose none."""
-    ids = b.expert_ids[b.row_slot >= 0]
-    for expert in np.unique(ids):
-        yield int(expert), *np.nonzero(ids == expert)
+    users = {}
+    for row, ids in enumerate(b.expert_ids[b.row_slot >= 0].tolist()):
+        for place, expert in enumerate(ids):
+            rows, places = users.setdefault(expert, ([], []))
+            rows.append(row)
+            places.append(place)
+    for expert in sorted(users):
+        yield expert, *users[expert]
 
 
 def expert_up(m, w, b, op):
     for expert, rows, places in _chosen(b):
-        gate = m.num.round(linear_of_some(b.moe_latent, rows, w.expert_w1[expert]))
-        up = m.num.round(linear_of_some(b.moe_latent, rows, w.expert_w3[expert]))
+        x = b.moe_latent[rows]
+        gate, up = m.num.round(linear(x, w.expert_w1[expert])), m.num.round(linear(x, w.expert_w3[expert]))
         b.expert_act[rows, places] = m.num.round(situ(gate, up, m.cfg))
 
 
@@ -43,8 +48,7 @@ def moe_down(m, w, b, op):
     b.shared_partial[:] = linear(b.shared_act, w.shared_down_proj)
     b.routed_partial[:] = 0
     for expert, rows, places in _chosen(b):
-        act = b.expert_act[rows, places]
-        y = m.num.round(linear_of_some(act, np.arange(len(rows)), w.expert_w2[expert]))
+        y = m.num.round(linear(b.expert_act[rows, places], w.expert_w2[expert]))
         b.routed_partial[rows] += b.expert_weights[rows, places][:, None] * y
 
 

@@ -1,13 +1,13 @@
 """Arithmetic that every stage shares: row-invariant matrix products, norms, activations, and where BF16 rounding falls.
 
 A row must give the same bytes whatever stands in the other rows. Elementwise work and sums along a row's own axis do that by
-themselves; a matrix product does it only if its shape never depends on the batch, hence the zero-padded blocks of 8 rows.
+themselves; a matrix product does it only if its shape never depends on the batch, hence one matrix-vector product a row. For
+the one row of a decode step it is also the fast way: a product of several rows packs the whole matrix first.
 """
 import ml_dtypes
 import numpy as np
 
 F32 = np.float32
-ROW_BLOCK = 8
 FP8_MAX = 448.0  # largest finite e4m3: values beyond it saturate, as on the GPU
 
 
@@ -36,30 +36,20 @@ class Numerics:
         self.round_cache = CACHE_ROUNDING[activation_dtype if kv_cache_dtype == "auto" else kv_cache_dtype]
 
 
-def padded_rows(n: int) -> int:
-    return -(-n // ROW_BLOCK) * ROW_BLOCK
-
-
 def linear(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """x [n, k] times w [m, k] transposed, F32 [n, m]. n must be whole blocks of ROW_BLOCK rows."""
-    return rows_matmul(x, w.T)
-
-
-def rows_matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """x [.., n, k] times w [.., k, m] in blocks of ROW_BLOCK rows, each a product of the same shape: row-invariant bytes."""
-    x = np.ascontiguousarray(x)
-    n = x.shape[-2]
-    out = np.empty((*x.shape[:-1], w.shape[-1]), F32)
-    for r in range(0, n, ROW_BLOCK):
-        np.matmul(x[..., r:r + ROW_BLOCK, :], w, out=out[..., r:r + ROW_BLOCK, :])
+    """x [n, k] times w [m, k] transposed, F32 [n, m], row by row."""
+    x, out = np.ascontiguousarray(x), np.empty((len(x), len(w)), F32)
+    for row, target in zip(x, out):
+        np.matmul(w, row, out=target)
     return out
 
 
-def linear_of_some(x: np.ndarray, rows: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """`linear` of the listed rows only, F32 [len(rows), m]."""
-    block = np.zeros((padded_rows(len(rows)), x.shape[-1]), F32)
-    block[:len(rows)] = x[rows]
-    return linear(block, w)[:len(rows)]
+def linear_by_head(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x [n, h, k] times w [h, k, m], F32 [n, h, m], row by row."""
+    out = np.empty((*x.shape[:2], w.shape[2]), F32)
+    for row, target in zip(x, out):
+        target[:] = np.matmul(row[:, None, :], w)[:, 0]
+    return out
 
 
 def tree_sum(parts: np.ndarray) -> np.ndarray:
@@ -71,7 +61,7 @@ def tree_sum(parts: np.ndarray) -> np.ndarray:
 
 def inverse_rms(x: np.ndarray, eps: float) -> np.ndarray:
     """1 / sqrt(mean(x^2) + eps) over the last axis, which stays as an axis of length 1."""
-    return 1 / np.sqrt((x * x).mean(-1, keepdims=True, dtype=F32) + F32(eps))
+    return 1 / np.sqrt(np.vecdot(x, x)[..., None] / F32(x.shape[-1]) + F32(eps))
 
 
 def rms_norm(x: np.ndarray, w: np.ndarray, eps: float, num: Numerics) -> np.ndarray:

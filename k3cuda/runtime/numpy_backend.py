@@ -13,7 +13,7 @@ from ..errors import ConfigError, OutOfMemory
 from ..plan import Op, Plan, build_plan
 from ..reference import FUNCTIONS
 from ..reference.mxfp4 import ExpertMatrix
-from ..reference.numerics import CACHE_ROUNDING, Numerics, padded_rows
+from ..reference.numerics import CACHE_ROUNDING, Numerics
 from ..reference.sample import sample_row
 from ..stages import GATHER, STACK
 from .backend import StepCounts, StepRows, check_room
@@ -86,7 +86,7 @@ class NumpyBackend:
     def step(self, rows: StepRows, observe=None) -> None:
         """See Backend.step. `observe(op, arenas)`, for tests and scripts, is called after every operation."""
         self._check.step(rows)
-        n, m = padded_rows(len(rows)), padded_rows(len(rows.logit_rows))
+        n, m = len(rows), len(rows.logit_rows)
         for arena in self.arenas:
             for name, values, pad in (("token_ids", rows.token_ids, 0), ("row_slot", rows.slots, -1),
                                       ("row_position", rows.positions, 0), ("logit_rows", rows.logit_rows, -1)):
@@ -106,7 +106,7 @@ class NumpyBackend:
         for arena in self.arenas:
             arena["row_accepted"][:] = 0
             arena["row_accepted"][:len(accepted)] = accepted
-        self._run(self.plan.commit, padded_rows(len(accepted)), 0, None)
+        self._run(self.plan.commit, len(accepted), 0, None)
 
     def close(self) -> None:
         self.arenas, self._weights, self._bound = [], [], {}

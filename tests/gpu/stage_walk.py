@@ -17,7 +17,7 @@ from k3cuda.buffers import BUFFERS, BY_NAME
 from k3cuda.emit import kernels_of, work_bytes
 from k3cuda.plan import instance
 from k3cuda.reference import FUNCTIONS
-from k3cuda.reference.numerics import Numerics, padded_rows
+from k3cuda.reference.numerics import Numerics
 from k3cuda.runtime.cuda_kernels import bucket_of
 from k3cuda.runtime.numpy_backend import Model
 from k3cuda.stages import GATHER, STACK, STAGES
@@ -82,7 +82,7 @@ class Walk:
         stage = ops[0].stage
         found = all_found.setdefault(stage.name, Found())
         self.be.stream.synchronize()
-        n = padded_rows(rows)
+        n = rows
         bound = [SimpleNamespace(**{name: self.host(name, op, n) for name in stage.inputs + stage.outputs}) for op in ops]
         exempt = [self._work(name) for name in work_bytes(self.be.cfg)]
         inputs = [self._extent(name, op) for op in ops for name in (*stage.inputs, *INPUTS)] + exempt

@@ -151,6 +151,7 @@ USAGE = {   # arguments -> exit code, and what stderr must say
     "logprobs as text": (["generate", "demo", "-p", "x", "--logprobs", "1"], 2, "add --json"),
     "output nowhere": (["generate", "demo", "-p", "x", "--output", "/no/such/f"], 2, "/no/such/f"),
     "backend names": (["generate", "demo", "-p", "x", "--decode-backend", "fast"], 2, "wanted auto, reference, standard, latency_specialized"),
+    "rows beyond a step": (["bench", "step", "--rows", "8,65"], 2, "wanted integers from 1 to 64"),
     "no GPU path": (["generate", "demo", "-p", "x", "--decode-backend", "latency_specialized"], 5, "not in this version yet"),
     "no checkpoint": (["generate", "/no/such", "-p", "x"], 3, "/no/such"),
     "uncuttable": (["generate", "demo", "-p", "x", "--tp", "3"], 3, "1, 2, 4"),

@@ -111,3 +111,9 @@ def test_every_exit_code_is_on_the_page():
     codes = {cls.code for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.K3Error)}
     table = PAGE[PAGE.index("## Exit codes"):]
     assert codes | {0, 8, 143, 141} == {int(n) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for n in cell.split(",")}
+
+
+def test_speed_in_the_readme_is_the_recorded_one():
+    recorded = json.loads((ROOT / "docs/benchmarks/reference.json").read_text(encoding="utf-8"))["tok_per_s_median"]
+    shown, = re.findall(r"`demo`: (\d+) tokens/s", README)
+    assert int(shown) == round(recorded)

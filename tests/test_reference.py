@@ -102,7 +102,7 @@ def test_chunks_give_the_same_bytes(checkpoint, gold, run, chunks):
 def test_a_sequence_gives_the_same_bytes_alone_and_in_any_batch(checkpoint, options):
     """Random sequences in random slots and pages, cut into random runs of rows, in random order: each as if it were alone."""
     rng = np.random.default_rng(7)
-    lengths = [1, 9, 33, 70]  # one token; more than a block of 8 rows; most of a step; more than a page and than a step
+    lengths = [1, 9, 33, 70]  # one token; several; most of a step; more than a page and than a step
     texts = [rng.integers(3, 256, n) for n in lengths]
     alone = []
     for ids in texts:

@@ -7,19 +7,23 @@ import click
 
 from .. import __version__
 from ..buffers import KV_BYTES
-from ..config import PAGE_SIZE
+from ..config import MAX_ROWS, PAGE_SIZE
 from ..runtime.cuda_driver import require_gpu
 from . import options
 from .group import Group
 from .output import Result, say
 
+LONGEST_CONTEXT = 1 << 20
 ONE_SEQUENCE = 8   # rows up to here are those of one sequence that verifies drafts
 
 
 class Counts(click.ParamType):
-    """Positive integers with commas between them; `K` stands for 1,024."""
+    """Integers from 1 to `most` with commas between them; `K` stands for 1,024."""
 
     name = "list"
+
+    def __init__(self, most: int):
+        self.most = most
 
     def convert(self, value, param, ctx):
         if not isinstance(value, str):
@@ -28,8 +32,8 @@ class Counts(click.ParamType):
             numbers = [int(part[:-1]) * 1024 if part[-1:] in "kK" and part[:-1] else int(part) for part in value.split(",")]
         except ValueError:
             numbers = []
-        if not numbers or min(numbers) < 1:
-            self.fail(f"found {value!r}, wanted integers of at least 1 with commas between them", param, ctx)
+        if not numbers or min(numbers) < 1 or max(numbers) > self.most:
+            self.fail(f"found {value!r}, wanted integers from 1 to {self.most} with commas between them", param, ctx)
         return numbers
 
 
@@ -42,8 +46,8 @@ _RANK = (
     options.flag("--tp", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", aliases=options.TP_ALIASES, help="Ranks the model is cut into."),
     options.flag("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The one rank that runs; its collectives are looped back."),
     options.flag("--layers", type=click.IntRange(min=1), metavar="N", help="Run the first N layers only.  [default: all]"),
-    options.flag("--rows", type=Counts(), default="1,8", show_default=True, help=f"Rows of a step: up to {ONE_SEQUENCE} belong to one sequence, more to one each."),
-    options.flag("--context", type=Counts(), default="1", show_default=True, help="Tokens of every sequence, the step's own included."),
+    options.flag("--rows", type=Counts(MAX_ROWS), default="1,8", show_default=True, help=f"Rows of a step: up to {ONE_SEQUENCE} belong to one sequence, more to one each."),
+    options.flag("--context", type=Counts(LONGEST_CONTEXT), default="1", show_default=True, help="Tokens of every sequence, the step's own included."),
     options.flag("--kv-cache-dtype", type=click.Choice(list(KV_BYTES)), default="fp8_e4m3", show_default=True, metavar="TYPE",
                  help=f"Format of the MLA cache: {' or '.join(KV_BYTES)}."),
     options.OUTPUT)

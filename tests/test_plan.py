@@ -75,7 +75,7 @@ def test_snapshots_are_seen_when_the_release_sees_them(plan, cfg):
 
 
 def test_bytes_of_one_rank_equal_the_published_table(cfg, plan):
-    """k3-architecture section 7, everything cut: 8.571 and 19.092 GB of weights read at TP16 by 1 and 8 rows; 17.132 and 38.175 at TP8."""
+    """Counted by hand from the release's index: 8.571 and 19.092 GB of weights read at TP16 by 1 and 8 rows, 17.132 and 38.175 at TP8."""
     for ranks, want in ((16, (8.571, 19.092)), (8, (17.132, 38.175))):
         ops = build_plan(cfg, ranks).ops
         for rows, gb in zip((1, 8), want):

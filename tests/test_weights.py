@@ -51,7 +51,7 @@ def test_shapes_of_the_release(name, shapes, dtype):
 
 
 def test_bytes_a_rank():
-    # k3-architecture.md section 7: 97.5 GB resident at TP16 with latent and router cut, replicated MLA-down and f_a cut too.
+    # Counted by hand from the release's index: 97.5 GB resident at TP16 with latent, router, MLA-down and f_a cut too.
     assert f"{model_bytes(REAL, 16) / 1e9:.3f}" == "97.506"
     for tp, after in pairwise(LEGAL_TP):
         assert model_bytes(REAL, tp) < 2 * model_bytes(REAL, after) < 1.01 * model_bytes(REAL, tp)

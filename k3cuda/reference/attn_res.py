@@ -1,6 +1,6 @@
 """AttnRes: a softmax over depth that mixes closed snapshots with the open prefix sum.
 
-A mix first adds to the prefix sum what the half layer before it left, and ends with the norm of the half layer it feeds.
+A mix first adds to the prefix sum what the half layer before it left, and ends with the norm of the half layer it feeds. Source: `_apply_attn_res` of the released modeling code.
 """
 import numpy as np
 
@@ -19,6 +19,7 @@ def _mix(m, hidden, blocks, norm, proj):
 
 
 def attn_mix(m, w, b, op):
+    """hidden += ffn_out, both [n, H]; attn_in [n, H] = RMSNorm of the mix; at a snapshot layer hidden then becomes a block and starts anew."""
     r = m.num.round
     b.hidden[:] = r(b.hidden + b.ffn_out)
     x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.self_attention_res_norm, w.self_attention_res_proj)
@@ -29,6 +30,7 @@ def attn_mix(m, w, b, op):
 
 
 def ffn_mix(m, w, b, op):
+    """hidden [n, H] += sum over ranks of attn_parts [ranks, n, H]; ffn_in [n, H] = RMSNorm of the mix."""
     r = m.num.round
     b.hidden[:] = r(b.hidden + r(tree_sum(b.attn_parts)))
     x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.mlp_res_norm, w.mlp_res_proj)
@@ -36,6 +38,7 @@ def ffn_mix(m, w, b, op):
 
 
 def output_mix(m, w, b, op):
+    """head_in [rows wanted, H] = RMSNorm of the mix after the last layer; hidden is not changed."""
     rows = b.logit_rows[b.logit_rows >= 0]
     hidden = m.num.round(b.hidden[rows] + b.ffn_out[rows])
     x = _mix(m, hidden, b.res_blocks[:op.num_blocks, rows], w.output_attn_res_norm, w.output_attn_res_proj)

@@ -1,7 +1,7 @@
 """Kimi Delta Attention: conv, bounded decay, the delta rule over a [key, value] state per head, gated norm, commit.
 
 Shapes here: h heads of this rank, d = head size, c = h d channels. One step never advances the state: several rows of one
-sequence run on a copy, and `kda_commit` replays the accepted ones in the same arithmetic.
+sequence run on a copy, and `kda_commit` replays the accepted ones in the same arithmetic. Source: the released modeling code, and `fla/ops/kda/naive.py` for the recurrence.
 """
 import numpy as np
 
@@ -10,6 +10,7 @@ from .numerics import F32, inverse_rms, linear, sigmoid, silu
 
 
 def kda_in(m, w, b, op):
+    """Projections of attn_in [n, H]: q, k, v before the conv [n, 3, c], output gate [n, c], beta [n, h] in (0, 1), the low-rank decay."""
     x, r = b.attn_in, m.num.round
     b.kda_f_a_part[:] = r(linear(x, w.kda_f_a_proj))
     b.kda_beta[:] = sigmoid(r(linear(x, w.kda_b_proj)))
@@ -19,6 +20,7 @@ def kda_in(m, w, b, op):
 
 
 def kda_mix(m, w, b, op):
+    """mixer_out [n, c] of every row, its sequence in order from the committed state; the records that commit will replay."""
     b.kda_decay[:] = _log_decay(m, w, b.kda_f_a).reshape(b.kda_decay.shape)
     q = np.zeros_like(b.kda_k)
     o = np.zeros_like(b.kda_k)
@@ -66,6 +68,7 @@ def _advance(state, k, v, decay, beta):
 
 
 def kda_commit(m, w, b, op):
+    """Replays the accepted rows over kda_state [slots, h, d, d], and moves conv_state [slots, 3, history, c] on over them."""
     for slot, rows in m.sequences(b.row_slot):
         accepted = [r for r in range(rows.start, rows.stop) if b.row_accepted[r]]
         for r in accepted:

@@ -1,6 +1,7 @@
 """Gated multi-head latent attention in absorbed form. Nothing is rotated; the 64 "rope" values are plain shared-key values.
 
 Shapes here: h heads of this rank, cache rows of kv_lora_rank latent values and qk_rope_head_dim shared-key values.
+Source: the released modeling code; the absorbed form equals its expanded one in real arithmetic.
 """
 import numpy as np
 
@@ -9,6 +10,7 @@ from .numerics import F32, linear, linear_by_head, rms_norm, sigmoid
 
 
 def mla_in(m, w, b, op):
+    """Projections of attn_in [n, H]: low-rank query, latent with shared key, output gate [n, h v]."""
     r = m.num.round
     b.mla_q_a_part[:] = r(linear(b.attn_in, w.mla_q_a_proj))
     b.mla_kv_a_part[:] = r(linear(b.attn_in, w.mla_kv_a_proj))
@@ -27,6 +29,7 @@ def mla_norm(m, w, b, op):
 
 
 def mla_q(m, w, b, op):
+    """mla_q [n, h, nope + rope] from the normed low-rank query."""
     b.mla_q[:] = m.num.round(linear(b.mla_q_latent, w.mla_q_b_proj)).reshape(b.mla_q.shape)
 
 
@@ -68,6 +71,7 @@ def _slot_cache(b, slot, length):
 
 
 def mla_out(m, w, b, op):
+    """mixer_out [n, h v]: W_v of the mean latent [n, h, latent], times the sigmoid of the output gate. No norm here."""
     _, values = _kv_b(m, w)
     o = linear_by_head(b.mla_o_latent, values.swapaxes(1, 2))
     gate = sigmoid(b.mla_out_gate)

@@ -1,7 +1,7 @@
 """LatentMoE: a router on the full-width input, routed experts in the latent, a shared expert beside them.
 
 Experts are visited once each for all rows that chose them, in rising id, so a row adds its experts in the same order alone
-and in a batch.
+and in a batch. Shapes here: Z = latent width, k = experts of a row. Source: `KimiSparseMoeBlock` and `KimiMoEGate` of the release.
 """
 import numpy as np
 
@@ -10,6 +10,7 @@ from .numerics import F32, linear, rms_norm, sigmoid, situ, tree_sum
 
 
 def moe_in(m, w, b, op):
+    """Of ffn_in [n, H]: router logits [n, experts] in F32, the latent [n, Z] that all experts of a row share, the shared expert up to its SiTU."""
     b.router_logits_part[:] = linear(b.ffn_in, w.router)  # F32: a flipped choice of expert is not a rounding error
     b.moe_latent_part[:] = m.num.round(linear(b.ffn_in, w.latent_down))
     b.shared_act[:] = glu(m, b.ffn_in, w.shared_gate_proj, w.shared_up_proj)
@@ -38,6 +39,7 @@ def _chosen(b):
 
 
 def expert_up(m, w, b, op):
+    """expert_act [n, k, inner]: SiTU of w1 and w3 of the latent, for every chosen expert in the order of expert_ids."""
     for expert, rows, places in _chosen(b):
         x = b.moe_latent[rows]
         gate, up = m.num.round(linear(x, w.expert_w1[expert])), m.num.round(linear(x, w.expert_w3[expert]))
@@ -45,6 +47,7 @@ def expert_up(m, w, b, op):
 
 
 def moe_down(m, w, b, op):
+    """routed_partial [n, Z]: weighted sum of the chosen experts' w2; shared_partial [n, H]; both over this rank's inputs."""
     b.shared_partial[:] = linear(b.shared_act, w.shared_down_proj)
     b.routed_partial[:] = 0
     for expert, rows, places in _chosen(b):
@@ -53,11 +56,13 @@ def moe_down(m, w, b, op):
 
 
 def routed_norm(m, w, b, op):
+    """routed_normed [n, Z]: RMSNorm of the complete sum, over all experts and ranks."""
     total = m.num.round(tree_sum(b.routed_parts))
     b.routed_normed[:] = rms_norm(total, w.routed_expert_norm, m.cfg.rms_norm_eps, m.num)
 
 
 def latent_up(m, w, b, op):
+    """moe_out_part [n, this rank's outputs]: up-projected routed sum plus the shared expert, which has no gate and no scale."""
     routed = m.num.round(linear(b.routed_normed, w.latent_up))
     b.moe_out_part[:] = m.num.round(routed + m.num.round(tree_sum(b.shared_parts)))
 

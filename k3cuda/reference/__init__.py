@@ -2,7 +2,7 @@
 
 A stage is `stage(m, w, b, op)`: `m` the model and numerics (runtime/numpy_backend.py), `w` and `b` exactly the weights and
 buffers it declares (reads are read-only, all floats F32), `op` the operation of the plan. It returns nothing and raises nothing:
-what does not fit was refused before. In shapes n is the rows of the step and H the hidden size. Formulas: docs/numerics.md.
+what does not fit was refused before. In shapes n is the rows of the step and H the hidden size. Formulas: docs/model.md.
 """
 import importlib
 

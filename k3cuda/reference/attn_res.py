@@ -1,6 +1,7 @@
 """AttnRes: a softmax over depth that mixes closed snapshots with the open prefix sum.
 
-A mix first adds to the prefix sum what the half layer before it left, and ends with the norm of the half layer it feeds. Source: `_apply_attn_res` of the released modeling code.
+A mix first adds to the prefix sum what the half layer before it left, and ends with the norm of the half layer it feeds.
+Source: `_apply_attn_res` of the released modeling code.
 """
 import numpy as np
 
@@ -19,7 +20,7 @@ def _mix(m, hidden, blocks, norm, proj):
 
 
 def attn_mix(m, w, b, op):
-    """hidden += ffn_out, both [n, H]; attn_in [n, H] = RMSNorm of the mix; at a snapshot layer hidden then becomes a block and starts anew."""
+    """hidden += ffn_out, both [n, H]; attn_in [n, H] = RMSNorm of the mix; a snapshot layer then moves hidden to a block."""
     r = m.num.round
     b.hidden[:] = r(b.hidden + b.ffn_out)
     x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.self_attention_res_norm, w.self_attention_res_proj)

@@ -1,7 +1,8 @@
 """Kimi Delta Attention: conv, bounded decay, the delta rule over a [key, value] state per head, gated norm, commit.
 
 Shapes here: h heads of this rank, d = head size, c = h d channels. One step never advances the state: several rows of one
-sequence run on a copy, and `kda_commit` replays the accepted ones in the same arithmetic. Source: the released modeling code, and `fla/ops/kda/naive.py` for the recurrence.
+sequence run on a copy, and `kda_commit` replays the accepted ones in the same arithmetic.
+Source: the released modeling code, and `fla/ops/kda/naive.py` for the recurrence.
 """
 import numpy as np
 

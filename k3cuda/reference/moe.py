@@ -10,7 +10,7 @@ from .numerics import F32, linear, rms_norm, sigmoid, situ, tree_sum
 
 
 def moe_in(m, w, b, op):
-    """Of ffn_in [n, H]: router logits [n, experts] in F32, the latent [n, Z] that all experts of a row share, the shared expert up to its SiTU."""
+    """Of ffn_in [n, H]: router logits [n, experts] in F32, the latent [n, Z] of the routed experts, the shared expert up to its SiTU."""
     b.router_logits_part[:] = linear(b.ffn_in, w.router)  # F32: a flipped choice of expert is not a rounding error
     b.moe_latent_part[:] = m.num.round(linear(b.ffn_in, w.latent_down))
     b.shared_act[:] = glu(m, b.ffn_in, w.shared_gate_proj, w.shared_up_proj)

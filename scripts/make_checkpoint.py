@@ -1,8 +1,8 @@
 """Writes a random model in the released layout, for tests and benchmarks.
 
-    python scripts/make_checkpoint.py /tmp/tiny
-    python scripts/make_checkpoint.py /tmp/wide --set hidden_size=1024 --set num_hidden_layers=12 --vision
-    python scripts/make_checkpoint.py /tmp/real --config K3/config.json        # 1.56 TB
+    python scripts/make_checkpoint.py tiny
+    python scripts/make_checkpoint.py wide --set hidden_size=1024 --set num_hidden_layers=12 --vision
+    python scripts/make_checkpoint.py real --config K3/config.json        # 1.56 TB
 """
 import json
 import logging

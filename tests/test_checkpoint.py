@@ -255,6 +255,22 @@ def test_wrong_dtype(folder):
     assert f"{GATE} with dtype F16; wanted dtype BF16" in the_finding(folder)
 
 
+def test_every_file_with_a_wrong_tensor_is_named_in_one_run(folder):
+    bias = "block_sparse_moe.gate.e_score_correction_bias"
+    edit_header(folder / shard(2), lambda h: h[GATE].__setitem__("dtype", "F16"))
+    edit_header(folder / shard(3), lambda h: h[key(2, bias)].__setitem__("dtype", "I32"))
+    assert f"(the first of 2 tensors with a wrong dtype, in 2 files: {shard(2)}, {shard(3)})" in the_finding(folder)
+
+
+def test_every_file_with_a_tensor_of_another_is_named_in_one_run(folder):
+    norm = "input_layernorm.weight"
+    for n in (3, 4):
+        edit_header(folder / shard(n), lambda h: rename(h, key(n - 1, norm), key(n - 3, norm)))
+    found = "\n".join(findings(folder))
+    assert f"{shard(3)}: found 1 tensor: {key(0, norm)} that {shard(1)} has too" in found
+    assert f"{shard(4)}: found 1 tensor: {key(1, norm)} that {shard(2)} has too" in found
+
+
 def test_unknown_text_tensors(folder):
     name = "language_model.model.layers.9.input_layernorm.weight"
     edit_header(folder / shard(5), lambda h: rename(h, "language_model.model.norm.weight", name))

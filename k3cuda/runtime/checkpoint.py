@@ -184,11 +184,18 @@ def _report(shards: Shards, missing, wrong_shape, wrong_dtype, unknown) -> list[
     for kind, noun in ((wrong_shape, "shape"), (wrong_dtype, "dtype")):
         if kind:
             key, file, found, wanted = kind[0]
-            more = f" (the first of {len(kind)} tensors with a wrong {noun})" if len(kind) > 1 else ""
+            more = f" (the first of {len(kind)} tensors with a wrong {noun}{_spread(bad[1] for bad in kind)})" if len(kind) > 1 else ""
             findings.append(Finding(str(file.path), f"{key} with {noun} {found}{more}", f"{noun} {wanted}", _OTHER_FILES))
     if unknown:
         first = unknown[0]
         file = shards.owner[first].path if first in shards.owner else shards.index
-        findings.append(Finding(str(file), f"{counted(unknown, 'tensor')} of no known kind", "only tensors of a Kimi K3 text model",
+        files = _spread(shards.owner[key] for key in unknown if key in shards.owner)
+        findings.append(Finding(str(file), f"{counted(unknown, 'tensor')} of no known kind{files}", "only tensors of a Kimi K3 text model",
                                 _OTHER_FILES))
     return findings
+
+
+def _spread(files) -> str:
+    """", in 2 files: a, b", or "" for one file, which the finding names anyway."""
+    names = list(dict.fromkeys(file.path.name for file in files))
+    return f", in {counted(names, 'file', 8)}" if len(names) > 1 else ""

@@ -134,10 +134,11 @@ def _scan(shards: Shards, names: list[str]) -> None:
     for name in names:
         if name not in shards.unreadable:
             _scan_one(shards, name)
-    if shards.twice:
-        key, second = next(iter(shards.twice.items()))
-        shards.add(second.path, f"{counted(shards.twice, 'tensor')} that {shards.owner[key].path.name} has too", "each tensor once",
-                   _ONE_RELEASE)
+    pairs = {}
+    for key, second in shards.twice.items():
+        pairs.setdefault((second.path, shards.owner[key].path.name), []).append(key)
+    for (path, first), keys in pairs.items():
+        shards.add(path, f"{counted(keys, 'tensor')} that {first} has too", "each tensor once", _ONE_RELEASE)
 
 
 def _scan_one(shards: Shards, name: str) -> None:

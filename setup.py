@@ -12,7 +12,7 @@ BASE = [
     "safetensors>=0.5,<1",  # headers of checkpoints, and writing them
     "ml_dtypes>=0.5,<1",    # bfloat16 and float8 as NumPy types
     "tiktoken>=0.9,<1",     # the BPE of the release's vocabulary; its pattern needs set intersections
-    "threadpoolctl>=3.1,<4", # BLAS threads of the reference: its products of 8 rows are too small to share
+    "threadpoolctl>=3.1,<4", # BLAS threads of the reference: most of its products are too small to share
 ]
 # The two CUDA lines exclude each other: their CuPy and binding packages unpack over one another.
 CU13 = [

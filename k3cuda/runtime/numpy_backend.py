@@ -21,7 +21,7 @@ from .machine import REFERENCE
 from .row_check import RowCheck, sequences
 
 NUMPY_DTYPE = {"i32": np.int32, "u8": np.uint8}  # every other dtype is held as F32
-# A product of 8 rows with fewer weights than this is done before a second BLAS thread is awake; on a busy machine waiting
+# A matrix-vector product with fewer weights than this is done before a second BLAS thread is awake; on a busy machine waiting
 # for that thread made a step of `demo` six times slower.
 _THREADED_WEIGHTS = 1 << 22
 

@@ -14,10 +14,9 @@ from .cuda_driver import check, driver, open_device
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import RankMemory, session_bytes
 from .machine import STANDARD
-from .row_check import RowCheck
+from .row_check import PADDING, RowCheck
 
 KDA_HEAD_DIM = 128  # a warp holds a leaf of four keys a lane (kda_state.cuh)
-_PADDING = {"token_ids": 0, "row_slot": -1, "row_position": 0, "logit_rows": -1, "row_accepted": 0}
 _KV_DTYPES = {"auto": "bf16"} | {name: name for name in KV_BYTES}
 
 
@@ -135,7 +134,7 @@ class CudaBackend:
         for name, array in values.items():
             start, dtype = self.memories[0].offsets[name], np.uint8 if name == "row_accepted" else np.int32
             view = self._staging[start:start + MAX_ROWS * np.dtype(dtype).itemsize].view(dtype)
-            view[:] = _PADDING[name]
+            view[:] = PADDING[name]
             view[:len(array)] = array
         for memory in self.memories:
             memory.arena.data.copy_from_host_async(self._staging.ctypes.data, self._input_bytes, self.stream)

@@ -84,65 +84,58 @@ class StepBench:
                 "context": self.cache_tokens // self.sequences, "kv_cache_dtype": self.backend.kv_cache_dtype, "ms": round(ms, 4),
                 "ms_min": round(min(times) * 1e3, 4), "floor_ms": round(floor * 1e3, 4), "ratio_to_floor": round(ms / (floor * 1e3), 3),
                 "us_a_layer": round(ms * 1e3 / self.cfg.num_hidden_layers, 2), "ceiling_tb_s": round(self.ceiling / 1e12, 3),
-                "distinct_experts": round(float(np.mean(experts)), 2) if experts else None, "ranks": self.backend.ranks,
+                "distinct_experts": round(float(np.mean(list(experts.values()))), 2) if experts else None, "ranks": self.backend.ranks,
                 "finite": bool(np.isfinite(again).all())}
 
     def stages(self, repeats: int = 5) -> list[dict]:
         """Microseconds of every stage, summed over the layers: each operation is timed alone with the memory it finds, all layers in turn."""
         bucket = bucket_of(self.rows)
-        experts = iter(self.count_experts(bucket))
-        launches = self._by_op(bucket)
+        experts = self.count_experts(bucket)
         rows: dict[str, dict] = {}
-        per_layer = {}
-        for op, group in launches:
-            if op.stage.name == "route":
-                per_layer[op.layer] = next(experts)
         groups: dict[str, list] = {}
-        for op, group in launches:
+        for op, group in self._by_op(bucket):
             groups.setdefault(op.stage.name, []).append((op, group))
         for name, members in groups.items():
             flat = [launch for _, group in members for launch in group]
             graph = self._capture(flat)
             seconds = statistics.median(self._time(lambda: graph.launch(self.stream)) for _ in range(repeats))
-            nbytes = sum(self._op_floor(op, per_layer.get(op.layer, 0)) for op, _ in members)
+            nbytes = sum(self._op_floor(op, experts) for op, _ in members)
             rows[name] = {"stage": name, "operations": len(members), "us": round(seconds * 1e6 / len(members), 3), "us_a_step": round(seconds * 1e6, 1),
                           "mb": round(nbytes / len(members) / 1e6, 3), "gb_s": round(nbytes / seconds / 1e9, 1),
                           "of_ceiling": round(nbytes / seconds / self.ceiling, 3)}
         return list(rows.values())
 
-    def count_experts(self, bucket: int) -> list[int]:
-        """Distinct experts that each MoE layer reads, counted from what the router wrote."""
-        counts = []
+    def count_experts(self, bucket: int) -> dict[int, int]:
+        """Layer -> distinct experts that it reads, counted from what the router wrote."""
+        counts = {}
         for op, group in self._by_op(bucket):
             for launch in group:
                 launch.launch()
             if op.stage.name == "route":
                 self.stream.synchronize()
-                counts.append(len(np.unique(self.backend.memories[0].buffer("expert_ids")[:self.rows].get())))
+                counts[op.layer] = len(np.unique(self.backend.memories[0].buffer("expert_ids")[:self.rows].get()))
         self.stream.synchronize()
         return counts
 
-    def floor_bytes(self, experts: list[int]) -> float:
+    def floor_bytes(self, experts: dict[int, int]) -> float:
         """Bytes a step with its commit must move: weights once, the chosen experts, states, the caches of its contexts."""
-        experts = iter(experts)
-        counts = {}
-        for op in self.backend.plan.ops:
-            if op.stage.name == "route":
-                counts[op.layer] = next(experts)
-        total = sum(self._op_floor(op, counts.get(op.layer, 0)) for op in self.backend.plan.ops)
-        dims = self.cfg.dims()
-        state = dims["num_kda_layers"] * dims["kda_num_heads"] // self.tp * dims["kda_head_dim"] ** 2 * 4 * self.sequences
-        return total + 2 * state   # the commit reads and writes what the step read
+        total = sum(self._op_floor(op, experts) for op in self.backend.plan.ops)
+        return total + 2 * len(self.backend.plan.commit) * self._state_bytes()   # the commit reads and writes what the step read
 
-    def _op_floor(self, op: Op, experts: int) -> float:
+    def _state_bytes(self) -> int:
+        """KDA states of one layer, F32, of every sequence of the step."""
+        dims = self.cfg.dims()
+        return dims["kda_num_heads"] // self.tp * dims["kda_head_dim"] ** 2 * 4 * self.sequences
+
+    def _op_floor(self, op: Op, experts: dict[int, int]) -> float:
         dims = self.cfg.dims()
         if op.stage.name == "kda_mix":
-            return op_bytes(self.cfg, op, self.tp, 1) + dims["kda_num_heads"] // self.tp * dims["kda_head_dim"] ** 2 * 4 * self.sequences
+            return op_bytes(self.cfg, op, self.tp, 1) + self._state_bytes()
         if op.stage.name == "mla_attend":
             return self.cache_tokens * dims["mla_cache_dim"] * KV_BYTES[self.backend.kv_cache_dtype]
         if op.stage.name not in ("expert_up", "moe_down"):
             return op_bytes(self.cfg, op, self.tp, 1)
-        return sum(rank_bytes(BY_NAME[w], dims, self.tp, experts=experts) for w in op.stage.weights)
+        return sum(rank_bytes(BY_NAME[w], dims, self.tp, experts=experts[op.layer]) for w in op.stage.weights)
 
     def _by_op(self, bucket: int) -> list[tuple[Op, list]]:
         launches, out = iter(self.backend.launches("step", bucket)), []

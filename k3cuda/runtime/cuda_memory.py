@@ -21,8 +21,8 @@ class StepStruct(ctypes.Structure):
     """`struct Step` of emit.py; a test compares sizes and offsets with the compiled ones."""
 
     _fields_ = [("arena", ctypes.c_void_p), *((f"{n}_base", ctypes.c_void_p) for n in SESSION), ("peers", ctypes.c_void_p * LEGAL_TP[-1]),
-                ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p), ("slots", ctypes.c_int), ("pages", ctypes.c_int), ("slot_pages", ctypes.c_int), ("rank", ctypes.c_int),
-                ("loopback", ctypes.c_int), ("mla_partials", ctypes.c_int)]
+                ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p),
+                *((n, ctypes.c_int) for n in ("slots", "pages", "slot_pages", "rank", "loopback", "mla_partials"))]
 
 
 class OpStruct(ctypes.Structure):
@@ -84,8 +84,8 @@ class RankMemory:
         return self.arena[start:start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def step_struct(self, rank: int, peers: list["RankMemory"], loopback: bool) -> StepStruct:
-        s = StepStruct(arena=self.arena.data.ptr, mla_work=self.mla_work.data.ptr, mla_map=self.mla_map.data.ptr, mla_partials=self.mla_partials, slots=self.dims["slots"], pages=self.dims["pages"], slot_pages=self.dims["slot_pages"],
-                       rank=rank, loopback=loopback)
+        s = StepStruct(arena=self.arena.data.ptr, mla_work=self.mla_work.data.ptr, mla_map=self.mla_map.data.ptr, rank=rank, loopback=loopback,
+                       mla_partials=self.mla_partials, **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
         for name, array in self.session.items():
             setattr(s, f"{name}_base", array.data.ptr)
         for i in range(self.plan.tp):

@@ -18,7 +18,7 @@ from ..reference.sample import sample_row
 from ..stages import GATHER, STACK
 from .backend import StepCounts, StepRows, check_room
 from .machine import REFERENCE
-from .row_check import RowCheck, sequences
+from .row_check import PADDING, RowCheck, sequences
 
 NUMPY_DTYPE = {"i32": np.int32, "u8": np.uint8}  # every other dtype is held as F32
 # A matrix-vector product with fewer weights than this is done before a second BLAS thread is awake; on a busy machine waiting
@@ -87,11 +87,7 @@ class NumpyBackend:
         """See Backend.step. `observe(op, arenas)`, for tests and scripts, is called after every operation."""
         self._check.step(rows)
         n, m = len(rows), len(rows.logit_rows)
-        for arena in self.arenas:
-            for name, values, pad in (("token_ids", rows.token_ids, 0), ("row_slot", rows.slots, -1),
-                                      ("row_position", rows.positions, 0), ("logit_rows", rows.logit_rows, -1)):
-                arena[name][:] = pad
-                arena[name][:len(values)] = values
+        self._write(token_ids=rows.token_ids, row_slot=rows.slots, row_position=rows.positions, logit_rows=rows.logit_rows)
         self._run(self.plan.ops, n, m, observe)
         self.counts.steps[self.name] += 1
 
@@ -103,13 +99,17 @@ class NumpyBackend:
 
     def commit(self, accepted: np.ndarray) -> None:
         self._check.commit(accepted)
-        for arena in self.arenas:
-            arena["row_accepted"][:] = 0
-            arena["row_accepted"][:len(accepted)] = accepted
+        self._write(row_accepted=accepted)
         self._run(self.plan.commit, len(accepted), 0, None)
 
     def close(self) -> None:
         self.arenas, self._weights, self._bound = [], [], {}
+
+    def _write(self, **values) -> None:
+        for arena in self.arenas:
+            for name, array in values.items():
+                arena[name][:] = PADDING[name]
+                arena[name][:len(array)] = array
 
     def _run(self, ops: tuple[Op, ...], n: int, m: int, observe) -> None:
         key = (ops is self.plan.commit, n, m)

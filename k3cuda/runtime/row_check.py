@@ -4,6 +4,9 @@ import numpy as np
 from ..errors import PlanError
 from .backend import StepRows
 
+# What stands in an input buffer behind the rows of a step.
+PADDING = {"token_ids": 0, "row_slot": -1, "row_position": 0, "logit_rows": -1, "row_accepted": 0}
+
 
 def sequences(row_slot: np.ndarray) -> list[tuple[int, slice]]:
     """(slot, its rows) for every sequence of a step; rows with slot -1 are padding."""

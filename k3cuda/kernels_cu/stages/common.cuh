@@ -22,6 +22,14 @@ struct ProductStage : StageDefaults {
                        kCluster = Shape::kCS, kSmem = Shape::kSmem;
 };
 
+// ffn_out of one row: the ranks' parts, neighbours first. The whole block.
+K3_DEVICE void sum_to_ffn_out(const Step& s, const float* parts, int row) {
+  for (int i = threadIdx.x; i < kHiddenSize; i += blockDim.x) {
+    int at = row * kHiddenSize + i;
+    ffn_out(s)[at] = tree_sum<kRanks>(parts + at, kMaxRows * kHiddenSize);
+  }
+}
+
 // [b tanh(g / b) sigmoid(g)] [c tanh(u / c)]: the sigmoid takes the raw gate.
 K3_DEVICE float situ(float gate, float up) {
   return kSituBeta * tanhf(gate / kSituBeta) * sigmoid(gate) * (kSituLinearBeta * tanhf(up / kSituLinearBeta));

@@ -27,10 +27,7 @@ struct dense_sum : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs&) {
     grid_wait();
     grid_launch_next();
-    for (int i = threadIdx.x; i < kHiddenSize; i += kThreads) {
-      int at = blockIdx.x * kHiddenSize + i;
-      ffn_out(s)[at] = tree_sum<kRanks>(dense_parts(s) + at, kMaxRows * kHiddenSize);
-    }
+    sum_to_ffn_out(s, dense_parts(s), blockIdx.x);
   }
 };
 

@@ -23,11 +23,8 @@ struct embed_sum : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs&) {
     grid_wait();
     grid_launch_next();
-    for (int i = threadIdx.x; i < kHiddenSize; i += kThreads) {
-      int at = blockIdx.x * kHiddenSize + i;
-      ffn_out(s)[at] = tree_sum<kRanks>(embed_parts(s) + at, kMaxRows * kHiddenSize);
-      hidden(s)[at] = 0.f;
-    }
+    sum_to_ffn_out(s, embed_parts(s), blockIdx.x);
+    for (int i = threadIdx.x; i < kHiddenSize; i += kThreads) hidden(s)[blockIdx.x * kHiddenSize + i] = 0.f;
   }
 };
 

@@ -14,13 +14,14 @@ from .runtime.answer import AnswerParser
 from .runtime.chat import THINKING_EFFORTS, encode_chat
 from .runtime.engine import Engine
 from .runtime.open_model import choice, open_model
-from .runtime.output import Chunk, Collector, Output
+from .runtime.output import Collector, Output
 from .runtime.progress import Progress
 from .runtime.prompt_arrays import as_ids, as_prompts
 from .runtime.reasoning_stops import ReasoningStops
 from .runtime.request import Request
 from .runtime.sampling import SamplingParams
 from .runtime.text_stream import TextStream
+from .stream import Stream
 
 log = logging.getLogger("k3cuda")
 
@@ -139,7 +140,7 @@ class LLM:
             outputs = self._run(requests, False, is_chat=True)
             return outputs if several else outputs[0]
 
-    def stream(self, prompt, sampling_params=None) -> "Stream":
+    def stream(self, prompt, sampling_params=None) -> Stream:
         """Continues one prompt and hands out what is new after each step; arguments and errors of `generate`."""
         with self._exclusive():
             prompts = self._encoded(prompt)
@@ -148,7 +149,7 @@ class LLM:
             (ids, params), = self._paired(prompts, sampling_params)
             return Stream(self, self._add(ids, params, self._raw_text(params), is_stream=True))
 
-    def stream_chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None) -> "Stream":
+    def stream_chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None) -> Stream:
         """Answers one conversation and hands out what is new after each step; arguments and errors of `chat`."""
         with self._exclusive():
             ids = self._rendered(messages, tools=tools, reasoning_effort=reasoning_effort, tool_choice=tool_choice, response_format=response_format)
@@ -251,45 +252,3 @@ class LLM:
         if self._engine is not None:
             self._engine.abort(request_id)
         self._collectors.pop(request_id, None)
-
-
-class Stream:
-    """An iterator of Chunk for one request. Closing it, or losing it, aborts the request; the last chunk has the whole answer."""
-
-    def __init__(self, llm: LLM, request_id: str):
-        self._llm, self._id, self._collector = llm, request_id, llm._collectors[request_id]
-
-    def __iter__(self):
-        return self
-
-    def __next__(self) -> Chunk:
-        if not self._collector.chunks:
-            self._advance()
-        return self._collector.chunks.popleft()
-
-    def _advance(self) -> None:
-        llm = self._llm
-        with llm._exclusive():
-            # A request that has ended without a last chunk was closed, or an interrupt came just as that chunk was handed over.
-            while not self._collector.chunks and self._id in llm._collectors and self._collector.output is None and llm._has_work:
-                llm._pump()
-        if not self._collector.chunks:
-            self.close()
-            raise StopIteration
-
-    def close(self) -> None:
-        """Ends the request at once and frees its slot; what was not handed out is dropped. May be called twice, and after the end."""
-        self._collector.chunks.clear()
-        if self._id in self._llm._collectors:
-            with self._llm._exclusive():
-                self._llm._forget(self._id)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __del__(self):
-        # Garbage collection may come in the middle of a step: the next one clears up.
-        self._llm._dropped.append(self._id)

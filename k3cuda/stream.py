@@ -1,0 +1,44 @@
+"""The answer to one request of an LLM, handed out as it comes."""
+from .runtime.output import Chunk
+
+
+class Stream:
+    """An iterator of Chunk for one request. Closing it, or losing it, aborts the request; the last chunk has the whole answer."""
+
+    def __init__(self, llm, request_id: str):
+        self._llm, self._id, self._collector = llm, request_id, llm._collectors[request_id]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> Chunk:
+        if not self._collector.chunks:
+            self._advance()
+        return self._collector.chunks.popleft()
+
+    def _advance(self) -> None:
+        llm = self._llm
+        with llm._exclusive():
+            # A request that has ended without a last chunk was closed, or an interrupt came just as that chunk was handed over.
+            while not self._collector.chunks and self._id in llm._collectors and self._collector.output is None and llm._has_work:
+                llm._pump()
+        if not self._collector.chunks:
+            self.close()
+            raise StopIteration
+
+    def close(self) -> None:
+        """Ends the request at once and frees its slot; what was not handed out is dropped. May be called twice, and after the end."""
+        self._collector.chunks.clear()
+        if self._id in self._llm._collectors:
+            with self._llm._exclusive():
+                self._llm._forget(self._id)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        # Garbage collection may come in the middle of a step: the next one clears up.
+        self._llm._dropped.append(self._id)

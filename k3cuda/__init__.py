@@ -10,7 +10,7 @@ import importlib
 __version__ = "0.1.0"
 
 # Public names and where they live; loaded when they are asked for, so that `import k3cuda` costs nothing.
-_HOMES = {"LLM": "llm", "Stream": "stream", "SamplingParams": "runtime.sampling", "Output": "runtime.output", "Chunk": "runtime.output",
+_HOMES = {"LLM": "llm", "Stream": "stream", "Session": "session", "SamplingParams": "runtime.sampling", "Output": "runtime.output", "Chunk": "runtime.output",
           "Stats": "runtime.request"}
 _HOMES |= dict.fromkeys(("K3Error", "UsageError", "RequestError", "ConfigError", "CheckpointError", "OutOfMemory", "DeviceError",
                          "PromptTooLong", "NumericalError", "RankDied", "Aborted"), "errors")

@@ -1,4 +1,4 @@
-"""The Python interface: text, ids or conversations in, answers out."""
+"""The Python interface: text, ids or conversations in, answers out; sessions and buffers for scripts."""
 import itertools
 import logging
 import random
@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from typing import Callable
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from .runtime.reasoning_stops import ReasoningStops
 from .runtime.request import Request
 from .runtime.sampling import SamplingParams
 from .runtime.text_stream import TextStream
+from .session import Session
 from .stream import Stream
 
 log = logging.getLogger("k3cuda")
@@ -29,7 +31,7 @@ LONG_ANSWER = 32_768  # an open max_tokens above it is announced
 
 
 class LLM:
-    """One model, loaded. A context manager; serves one caller at a time (streams may stay open while other calls run).
+    """One model, loaded. A context manager; serves one caller at a time (streams and sessions may stay open while other calls run).
 
     Args:
         model: the folder of a checkpoint in the released layout, one .safetensors file with its config.json beside it, or "demo";
@@ -66,7 +68,7 @@ class LLM:
         self._tokenizer, self._no_tokenizer = opened.tokenizer, opened.no_tokenizer
         self._engine = Engine(opened.backend, seeds=None if seed is None else random.Random(seed))
         self._collectors: dict[str, Collector] = {}
-        self._dropped: deque[str] = deque()  # streams that were garbage collected while open
+        self._dropped: deque[Callable[[], None]] = deque()  # ends streams and sessions that were garbage collected while open
         self._ids, self._busy, self._announced = itertools.count(), threading.Lock(), False
 
     def __enter__(self):
@@ -76,7 +78,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the model; open streams end. May be called twice."""
+        """Frees the model; open streams and sessions end. May be called twice."""
         if self._engine is None:
             return
         with self._exclusive():
@@ -143,10 +145,7 @@ class LLM:
     def stream(self, prompt, sampling_params=None) -> Stream:
         """Continues one prompt and hands out what is new after each step; arguments and errors of `generate`."""
         with self._exclusive():
-            prompts = self._encoded(prompt)
-            if len(prompts) != 1:
-                raise UsageError(f"stream: found {len(prompts)} prompts, wanted one", "open a stream for each; they run together")
-            (ids, params), = self._paired(prompts, sampling_params)
+            (ids, params), = self._paired([self._one(prompt)], sampling_params)
             return Stream(self, self._add(ids, params, self._raw_text(params), is_stream=True))
 
     def stream_chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None) -> Stream:
@@ -164,12 +163,46 @@ class LLM:
         Returns:
             float32 [tokens, vocab_size], raw; row i is the law of token i + 1.
         Raises:
-            PromptTooLong, UsageError: as `generate`; also UsageError while open streams hold every slot.
+            PromptTooLong, UsageError: as `generate`; also UsageError while open streams and sessions hold every slot.
         """
         with self._exclusive():
-            return self._open_engine().logits(as_ids(token_ids))
+            return self._open_engine().by_hand.logits(as_ids(token_ids))
+
+    def prefill(self, prompt) -> Session:
+        """Runs one prompt, given as for `generate`, and leaves the rest to the caller: its logits, and the next tokens.
+
+        Raises:
+            PromptTooLong: no token, or more than the context holds.
+            UsageError: ids outside the vocabulary, several prompts, or no slot that could be kept: `max_batch` of them exist.
+        """
+        with self._exclusive():
+            ids = self._one(prompt)
+            session = Session(self, self._open_engine().by_hand.open())
+        try:
+            session.feed(ids)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def buffer(self, name: str, rank: int = 0):
+        """An input, activation or state of the last step by its name in docs/dataflow.md, as an array that shares the model's memory.
+
+        Returns:
+            the whole buffer of one rank, as runtime/backend.py says: `Backend.buffer`, with its errors. Valid until `close`; a step of anything
+            changes what is in it.
+        """
+        with self._exclusive():
+            self._open_engine()
+            return self.backend.buffer(name, rank)
 
     # Requests
+
+    def _one(self, prompt) -> list[int]:
+        prompts = self._encoded(prompt)
+        if len(prompts) != 1:
+            raise UsageError(f"found {len(prompts)} prompts, wanted one", "make a call for each; what they return runs side by side")
+        return prompts[0]
 
     def _encoded(self, prompts) -> list[list[int]]:
         return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in as_prompts(prompts)]
@@ -213,6 +246,7 @@ class LLM:
         if not self._busy.acquire(blocking=False):
             raise UsageError("another call on this LLM has not returned yet", "an LLM serves one caller at a time: pass all prompts in one call, or take turns")
         try:
+            self._clear_dropped()
             yield
         finally:
             self._busy.release()
@@ -242,11 +276,18 @@ class LLM:
                 self._forget(i)
 
     def _pump(self) -> None:
-        while self._dropped:
-            self._forget(self._dropped.popleft())
+        self._clear_dropped()
         for event in self._open_engine().step():
             if event.request_id in self._collectors:
                 self._collectors[event.request_id].take(event)
+
+    def _clear_dropped(self) -> None:
+        while self._dropped:
+            self._dropped.popleft()()
+
+    def _let_go(self, held) -> None:
+        if self._engine is not None:
+            self._engine.by_hand.close(held)
 
     def _forget(self, request_id: str) -> None:
         if self._engine is not None:

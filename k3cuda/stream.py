@@ -1,4 +1,6 @@
 """The answer to one request of an LLM, handed out as it comes."""
+from functools import partial
+
 from .runtime.output import Chunk
 
 
@@ -41,4 +43,4 @@ class Stream:
 
     def __del__(self):
         # Garbage collection may come in the middle of a step: the next one clears up.
-        self._llm._dropped.append(self._id)
+        self._llm._dropped.append(partial(self._llm._forget, self._id))

@@ -30,7 +30,7 @@ def fake_logits(tokens, vocab_size: int) -> np.ndarray:
 
 class FakeBackend:
     """`bad(tokens)` says whether the logits behind these tokens are NaN. `fail[n]` is raised at the n-th call (from 0) of any of
-    open_slot, step, sample and commit, and `calls` counts them."""
+    open_slot, copy_slot, step, sample and commit, and `calls` counts them."""
 
     name, ranks, gpu, tp, kv_cache_dtype = "fake", "virtual", None, 1, "f32"
 
@@ -51,6 +51,19 @@ class FakeBackend:
         self.slots = {s: x for s, x in self.slots.items() if s != slot and not set(x.pages) & set(pages)}
         self.slots[slot] = SimpleNamespace(pages=list(pages), tokens=[])
         self.cache[list(pages)] = EMPTY
+
+    def copy_slot(self, source, target, pages):
+        self._call()
+        hold(source in self.slots and source != target, "copied from a slot that is not open")
+        old, fresh = self.slots[source], set(pages) - set(self.slots[source].pages)
+        hold(len(set(pages)) == len(pages) and all(0 <= p < self.num_pages for p in pages), "pages out of range or given twice")
+        for i, page in enumerate(pages):
+            if page not in fresh:
+                hold(page == old.pages[i] and (i + 1) * PAGE_SIZE <= len(old.tokens), "a page is shared that will be written again")
+            elif i * PAGE_SIZE < len(old.tokens):
+                self.cache[page] = self.cache[old.pages[i]]
+        self.slots = {s: x for s, x in self.slots.items() if s != target and not set(x.pages) & fresh}
+        self.slots[target] = SimpleNamespace(pages=list(pages), tokens=list(old.tokens))
 
     def step(self, rows):
         self._call()
@@ -88,6 +101,12 @@ class FakeBackend:
 
     def logits(self):
         return self._logits
+
+    def new_logits(self, rows):
+        return np.full((rows, self.cfg.vocab_size), np.nan, np.float32)
+
+    def copy_logits(self, out):
+        out[:] = self._logits
 
     def sample(self, draws):
         self._call()

@@ -100,7 +100,7 @@ def test_logits_are_forced_beside_what_runs():
     answers, last = {}, {}
     collect(engine.step(), answers, last)
     ids = [i % VOCAB for i in range(70)]  # more than a page
-    got = engine.logits(ids)
+    got = engine.by_hand.logits(ids)
     assert got.dtype == np.float32 and got.tobytes() == np.stack([fake_logits(ids[:i + 1], VOCAB) for i in range(70)]).tobytes()
     while engine.has_work:
         collect(engine.step(), answers, last)
@@ -110,11 +110,11 @@ def test_logits_are_forced_beside_what_runs():
 
 def test_logits_refuse_what_does_not_fit():
     engine = Engine(FakeBackend(VOCAB, num_slots=1, max_model_len=10))
-    assert engine.logits([1] * 10).shape == (10, VOCAB)
+    assert engine.by_hand.logits([1] * 10).shape == (10, VOCAB)
     for ids, error in (([], PromptTooLong), ([1] * 11, PromptTooLong), ([VOCAB], UsageError)):
         with pytest.raises(error):
-            engine.logits(ids)
+            engine.by_hand.logits(ids)
     engine.add(request("r", [1]))
     engine.step()
     with pytest.raises(UsageError, match="no slot"):
-        engine.logits([1])
+        engine.by_hand.logits([1])

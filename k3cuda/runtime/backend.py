@@ -1,12 +1,14 @@
 """What the engine asks of whatever runs the decode step. Draft-and-verify uses the same three calls: step, sample, commit."""
 from collections import Counter
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Protocol, Sequence
 
 import numpy as np
 
+from ..buffers import BY_NAME, Buffer
 from ..config import MAX_ROWS, K3Config
-from ..errors import ConfigError
+from ..errors import ConfigError, UsageError
 from .sampling import Draw, Drawn
 
 
@@ -42,6 +44,16 @@ def check_room(cfg: K3Config, max_batch: int, max_model_len: int | None) -> None
         raise ConfigError(f"max_model_len {max_model_len} is beyond the model's {cfg.max_position_embeddings}", "leave it out for what fits")
 
 
+def check_buffer(name: str, rank: int, ranks: int) -> Buffer:
+    """The entry of the table. Raises UsageError where there is none, or `rank` is none of so many."""
+    if name not in BY_NAME:
+        near = get_close_matches(str(name), BY_NAME, n=4, cutoff=0.5)
+        raise UsageError(f"buffer {name!r:.60} is unknown", f"near it are {', '.join(near)}" if near else "docs/dataflow.md lists all of them")
+    if rank not in range(ranks):
+        raise UsageError(f"buffer {name}: found rank {rank!r:.60}, wanted one below {ranks}")
+    return BY_NAME[name]
+
+
 class Backend(Protocol):
     """One model, its weights and its states. Not thread-safe; one caller at a time."""
 
@@ -60,6 +72,12 @@ class Backend(Protocol):
     def open_slot(self, slot: int, pages: Sequence[int]) -> None:
         """Gives `slot` an empty sequence (zero KDA state and conv window) whose positions live in `pages`, in order."""
 
+    def copy_slot(self, source: int, target: int, pages: Sequence[int]) -> None:
+        """Gives `target` the tokens that `source` has committed, without running them; `pages` are its own, in order.
+
+        A page that `source` has at the same place is both's and not copied. It must be full: what is committed is never written again.
+        """
+
     def step(self, rows: StepRows) -> None:
         """Runs the target on `rows`. MLA cache rows are written; KDA state and conv window are not advanced.
 
@@ -68,6 +86,23 @@ class Backend(Protocol):
 
     def logits(self) -> np.ndarray:
         """float32 [m, vocab_size] of the last step, row i for `logit_rows[i]`; valid until the next step."""
+
+    def new_logits(self, rows: int):
+        """float32 [rows, vocab_size], undefined: an array of the caller's own where the model runs, NumPy's or CuPy's."""
+
+    def copy_logits(self, out) -> None:
+        """Copies what `logits` would give to `out`, rows of an array of `new_logits`. It is there in the order of CuPy's current stream."""
+
+    def buffer(self, name: str, rank: int = 0):
+        """One rank's buffer of buffers.py, whole: an array that shares its memory, valid until `close`.
+
+        NumPy in the reference, where every floating-point buffer is F32. CuPy on a GPU, where BF16 is `ml_dtypes.bfloat16` and an FP8
+        cache is its bytes as uint8. There the current stream waits for the steps so far, and from the first call on every step waits
+        for what the stream that is current then has been given.
+
+        Raises:
+            UsageError: no such buffer, no such rank, or a buffer that no step of this backend writes.
+        """
 
     def sample(self, draws: Sequence[Draw]) -> list[Drawn]:
         """Draws one token for each row of `logits()`. A row that is not finite gives `Drawn.token_id` None."""

@@ -1,16 +1,17 @@
 """The standard decode backend: a kernel a stage, a step one CUDA graph, on one GPU."""
 import cupy
+import ml_dtypes
 import numpy as np
 
 from ..buffers import KV_BYTES
 from ..config import MAX_ROWS, PAGE_SIZE, K3Config
 from ..emit import arena_offsets, kernels_of
-from ..errors import ConfigError, OutOfMemory
+from ..errors import ConfigError, OutOfMemory, UsageError
 from ..plan import Plan, build_plan
 from ..reference.sample import sample_row
 from . import cuda_weights
-from .backend import StepCounts, StepRows, check_room
-from .cuda_driver import check, driver, open_device
+from .backend import StepCounts, StepRows, check_buffer, check_room
+from .cuda_driver import open_device
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import RankMemory, session_bytes
 from .machine import STANDARD
@@ -68,6 +69,7 @@ class CudaBackend:
         self._staging = self._pinned_inputs()
         self._graphs: dict[tuple[str, int], object] = {}
         self._kernels: dict[int, BucketKernels] = {}
+        self._is_lent = False   # whether a caller has buffers
         self._check = RowCheck(max_batch, self.max_model_len, self.max_rows)
         self.counts = StepCounts()
 
@@ -76,20 +78,25 @@ class CudaBackend:
     def open_slot(self, slot: int, pages) -> None:
         self._page_tables[slot] = -1
         self._page_tables[slot, :len(pages)] = pages
-        cu = driver()
+        self._after_caller()
         for memory in self.memories:
-            for name in ("kda_state", "conv_state"):
-                array = memory.buffer(name)   # [layer, slot, ..]: one slot of every layer is a column of equal strides
-                row = array.nbytes // (array.shape[0] * array.shape[1])
-                pitch = row * array.shape[1]
-                check(cu.cuMemsetD2D8Async(array.data.ptr + slot * row, pitch, 0, row, array.shape[0], self._raw_stream))
-            target = memory.buffer("page_table")
-            target.data.copy_from_host_async(self._page_tables.ctypes.data, self._page_tables.nbytes, self.stream)
-        self.stream.synchronize()   # the host array may change again
+            memory.clear_slot(slot, self.stream)
+        self._send_page_tables()
         self._check.open(slot)
+
+    def copy_slot(self, source: int, target: int, pages) -> None:
+        used = -(-self._check.copy(source, target) // PAGE_SIZE)
+        copied = [(old, new) for old, new in zip(self._page_tables[source, :used].tolist(), pages) if old != new]
+        self._page_tables[target] = -1
+        self._page_tables[target, :len(pages)] = pages
+        self._after_caller()
+        for memory in self.memories:
+            memory.copy_slot(source, target, copied, self.stream)
+        self._send_page_tables()
 
     def step(self, rows: StepRows) -> None:
         self._check.step(rows)
+        self._after_caller()
         bucket = bucket_of(len(rows))
         self._write(token_ids=rows.token_ids, row_slot=rows.slots, row_position=rows.positions, logit_rows=rows.logit_rows)
         self._replay("step", bucket)
@@ -103,6 +110,25 @@ class CudaBackend:
             part.data.copy_to_host_async(out.ctypes.data, out.nbytes, self.stream)
             self.stream.synchronize()
         return out
+
+    def new_logits(self, rows: int) -> cupy.ndarray:
+        return cupy.empty((rows, self.cfg.vocab_size), np.float32)
+
+    def copy_logits(self, out: cupy.ndarray) -> None:
+        current = cupy.cuda.get_current_stream()
+        current.wait_event(self.stream.record())
+        out.data.copy_from_device_async(self.memories[0].buffer("logits").data, out.nbytes, current)
+        self.stream.wait_event(current.record())
+
+    def buffer(self, name: str, rank: int = 0) -> cupy.ndarray:
+        entry = check_buffer(name, rank, len(self.memories))
+        targets = [m.target for op in self.plan.ops for m in op.stage.moves if self.ride and m.source == name]
+        if targets:
+            raise UsageError(f"buffer {name} is not written here: what belongs there goes straight to {targets[0]} of every rank", f"read {targets[0]}")
+        self._is_lent = True
+        cupy.cuda.get_current_stream().wait_event(self.stream.record())
+        array = self.memories[rank].buffer(name)
+        return array.view(ml_dtypes.bfloat16) if entry.dtype == "bf16" or (entry.dtype == "kv" and self.kv_cache_dtype == "bf16") else array
 
     def sample(self, draws):
         return [sample_row(row, draw) for row, draw in zip(self.logits(), draws, strict=True)]
@@ -120,7 +146,17 @@ class CudaBackend:
         self.memories, self._steps = [], []
         cupy.get_default_memory_pool().free_all_blocks()
 
+    def _after_caller(self) -> None:
+        """What follows on our stream waits for what the caller's stream does with buffers that he has."""
+        if self._is_lent:
+            self.stream.wait_event(cupy.cuda.get_current_stream().record())
+
     # ---- inputs ----
+
+    def _send_page_tables(self) -> None:
+        for memory in self.memories:
+            memory.buffer("page_table").data.copy_from_host_async(self._page_tables.ctypes.data, self._page_tables.nbytes, self.stream)
+        self.stream.synchronize()   # the host array may change again
 
     def _pinned_inputs(self) -> np.ndarray:
         """Host copy of the input buffers, which are neighbours at the start of the arena, in memory the GPU reads directly."""

@@ -83,6 +83,30 @@ class RankMemory:
         start = self.offsets[name]
         return self.arena[start:start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
+    def clear_slot(self, slot: int, stream: cupy.cuda.Stream) -> None:
+        """Zeroes KDA state and conv window of a slot, in all layers and in the order of `stream`."""
+        for name in ("kda_state", "conv_state"):
+            array, size, pitch = self._columns(name)
+            check(driver().cuMemsetD2D8Async(array.data.ptr + slot * size, pitch, 0, size, len(array), stream.ptr))
+
+    def copy_slot(self, source: int, target: int, pages: list[tuple[int, int]], stream: cupy.cuda.Stream) -> None:
+        """Copies KDA state and conv window of a slot, and pages of the cache (from, to), in all layers and in the order of `stream`."""
+        runtime = cupy.cuda.runtime
+        for name in ("kda_state", "conv_state"):
+            array, size, pitch = self._columns(name)
+            runtime.memcpy2DAsync(array.data.ptr + target * size, pitch, array.data.ptr + source * size, pitch, size, len(array),
+                                  runtime.memcpyDeviceToDevice, stream.ptr)
+        cache, size, pitch = self._columns("mla_cache")   # a pitch beyond 2 GiB is no 2D copy
+        for start in range(cache.data.ptr, cache.data.ptr + cache.nbytes, pitch):
+            for old, new in pages:
+                runtime.memcpyAsync(start + new * size, start + old * size, size, runtime.memcpyDeviceToDevice, stream.ptr)
+
+    def _columns(self, name: str) -> tuple[cupy.ndarray, int, int]:
+        """A buffer [layer, slot or page, ..], the bytes of one slot or page in a layer, and those from layer to layer."""
+        array = self.buffer(name)
+        pitch = array.nbytes // array.shape[0]
+        return array, pitch // array.shape[1], pitch
+
     def step_struct(self, rank: int, peers: list["RankMemory"], loopback: bool) -> StepStruct:
         s = StepStruct(arena=self.arena.data.ptr, mla_work=self.mla_work.data.ptr, mla_map=self.mla_map.data.ptr, rank=rank, loopback=loopback,
                        mla_partials=self.mla_partials, **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})

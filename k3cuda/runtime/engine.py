@@ -9,7 +9,9 @@ import numpy as np
 
 from ..config import PAGE_SIZE
 from ..errors import K3Error, NumericalError, OutOfMemory, PromptTooLong, UsageError
-from .backend import Backend, StepRows
+from .backend import Backend
+from .by_hand import ByHand
+from .prompt_arrays import checked_ids
 from .request import Event, Request, joined, stats_of
 from .sampling import DRAWN_SEED_BITS, Drawn
 from .scheduler import Scheduler, Sequence, Work, step_rows
@@ -33,6 +35,9 @@ class Engine:
         backend: runs the model. The engine closes it.
         clock: seconds, monotonic.
         seeds: gives `getrandbits`, for requests without a seed.
+
+    Attributes:
+        by_hand: sequences that a caller feeds himself, between steps.
     """
 
     def __init__(self, backend: Backend, *, clock: Callable[[], float] = time.perf_counter, seeds: random.Random | None = None):
@@ -40,6 +45,7 @@ class Engine:
         self.scheduler = Scheduler(backend.num_slots, backend.num_pages, backend.max_rows)
         # Tokens of prompt and answer together.
         self.context = min(backend.max_model_len, backend.num_pages * PAGE_SIZE)
+        self.by_hand = ByHand(backend, self.scheduler, self.context)
         self._sequences: dict[str, Sequence] = {}
         self._due: list[Event] = []  # made, not yet returned by step
 
@@ -52,11 +58,12 @@ class Engine:
 
         Raises:
             PromptTooLong: the prompt is empty, or leaves no room for a single token.
-            UsageError: ids that are no integers or outside the vocabulary, stop ids too, or a `request_id` in use.
+            UsageError: ids that are no integers or outside the vocabulary, stop ids too, a `request_id` in use, or sequences fed by hand
+                that leave no slot or too few pages, however long it waits.
         """
         if request.request_id in self._sequences:
             raise UsageError(f"request_id {request.request_id!r} is in use")
-        prompt = _token_ids(request.prompt_ids, self.backend.cfg.vocab_size)
+        prompt = checked_ids(request.prompt_ids, self.backend.cfg.vocab_size)
         room = self.context - len(prompt)
         if room < 1:
             raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context holds {self.context} and the answer needs one of them",
@@ -67,6 +74,8 @@ class Engine:
         params = replace(params, max_tokens=min(params.max_tokens or room, room),
                          seed=self._seeds.getrandbits(DRAWN_SEED_BITS) if params.seed is None else params.seed)
         sequence = Sequence(request, params, prompt, len(prompt), self._clock())
+        if not self.scheduler.can_wait(sequence):
+            raise UsageError("open sessions hold the slots and cache pages that this request needs", "close a session, or raise max_batch")
         self._sequences[request.request_id] = sequence
         self.scheduler.waiting.append(sequence)
 
@@ -92,43 +101,11 @@ class Engine:
         events, self._due = self._due, []
         return events
 
-    def logits(self, token_ids) -> np.ndarray:
-        """Teacher-forced: one token a step from an empty state, beside whatever else is running.
-
-        Args:
-            token_ids: int [tokens].
-        Returns:
-            float32 [tokens, vocab_size], row i is the law of token i + 1.
-        Raises:
-            PromptTooLong: no token, or more than the context holds.
-            UsageError: ids outside the vocabulary, or no free slot.
-        """
-        ids = _token_ids(token_ids, self.backend.cfg.vocab_size)
-        if len(ids) > self.context:
-            raise PromptTooLong(f"found {len(ids)} tokens, the context holds {self.context}", "raise max_model_len")
-        held = self.scheduler.take(-(-len(ids) // PAGE_SIZE))
-        if held is None:
-            raise UsageError("no slot or cache page is free for logits", "finish or close running streams, or raise max_batch")
-        try:
-            return self._forced(held, ids)
-        finally:
-            self.scheduler.give_back(*held)
-
     def close(self) -> None:
         """Ends everything and closes the backend; may be called twice."""
         for request_id in list(self._sequences):
             self.abort(request_id)
         self.backend.close()
-
-    def _forced(self, held, ids: list[int]) -> np.ndarray:
-        slot, pages = held
-        self.backend.open_slot(slot, pages)
-        out = np.empty((len(ids), self.backend.cfg.vocab_size), np.float32)
-        for position, token in enumerate(ids):
-            self.backend.step(StepRows(*(np.array([x], np.int32) for x in (token, slot, position, 0))))
-            out[position] = self.backend.logits()[0]
-            self.backend.commit(np.ones(1, bool))
-        return out
 
     def _step(self) -> None:
         while (sequence := self.scheduler.admit()) is not None:
@@ -214,21 +191,6 @@ def _read(sequence: Sequence, token: int, deltas: list[Delta]) -> tuple[str | No
     if is_eos:
         return "stop", None
     return ("length" if sequence.num_output >= params.max_tokens else None), None
-
-
-def _token_ids(ids, vocab_size: int) -> list[int]:
-    try:
-        array = np.asarray(ids)
-    except (ValueError, TypeError, OverflowError) as e:
-        raise UsageError(f"token ids: {e}", "give one list of integers a prompt") from e
-    if array.size == 0:
-        raise PromptTooLong("the prompt is empty", "give at least one token")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise UsageError(f"token ids: found an array of {array.dtype} with shape {array.shape}, wanted integers [tokens]")
-    if array.min() < 0 or array.max() >= vocab_size:
-        bad = int(array[(array < 0) | (array >= vocab_size)][0])
-        raise UsageError(f"token id {bad} is outside the vocabulary of {vocab_size}")
-    return array.tolist()
 
 
 def _as_k3error(e: Exception) -> K3Error:

@@ -16,7 +16,7 @@ from ..reference.mxfp4 import ExpertMatrix
 from ..reference.numerics import CACHE_ROUNDING, Numerics
 from ..reference.sample import sample_row
 from ..stages import GATHER, STACK
-from .backend import StepCounts, StepRows, check_room
+from .backend import StepCounts, StepRows, check_buffer, check_room
 from .machine import REFERENCE
 from .row_check import PADDING, RowCheck, sequences
 
@@ -83,6 +83,17 @@ class NumpyBackend:
             arena["page_table"][slot, :len(pages)] = pages
         self._check.open(slot)
 
+    def copy_slot(self, source: int, target: int, pages) -> None:
+        used = -(-self._check.copy(source, target) // PAGE_SIZE)
+        for arena in self.arenas:
+            for name in ("kda_state", "conv_state"):
+                arena[name][:, target] = arena[name][:, source]
+            for old, new in zip(arena["page_table"][source, :used], pages):
+                if old != new:
+                    arena["mla_cache"][:, new] = arena["mla_cache"][:, old]
+            arena["page_table"][target] = -1
+            arena["page_table"][target, :len(pages)] = pages
+
     def step(self, rows: StepRows, observe=None) -> None:
         """See Backend.step. `observe(op, arenas)`, for tests and scripts, is called after every operation."""
         self._check.step(rows)
@@ -93,6 +104,16 @@ class NumpyBackend:
 
     def logits(self) -> np.ndarray:
         return self.arenas[0]["logits"][:len(self._check.rows.logit_rows)]
+
+    def new_logits(self, rows: int) -> np.ndarray:
+        return np.empty((rows, self.cfg.vocab_size), np.float32)
+
+    def copy_logits(self, out: np.ndarray) -> None:
+        out[:] = self.logits()
+
+    def buffer(self, name: str, rank: int = 0) -> np.ndarray:
+        check_buffer(name, rank, self.tp)
+        return self.arenas[rank][name]
 
     def sample(self, draws):
         return [sample_row(row, draw) for row, draw in zip(self.logits(), draws, strict=True)]

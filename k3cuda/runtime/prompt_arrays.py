@@ -3,7 +3,7 @@ import numbers
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import PromptTooLong, UsageError
 
 _WANTED = "text, token ids, or a list of either"
 
@@ -46,6 +46,35 @@ def as_ids(ids) -> list[int]:
         if not _is_id(i):
             raise UsageError(f"token ids: found {i!r:.60}, wanted integers")
     return [int(i) for i in ids]
+
+
+def as_tokens(ids) -> tuple[list[int], bool]:
+    """Ids from one integer, or from what `as_ids` takes; and whether it was an integer."""
+    if isinstance(ids, str):
+        raise UsageError("token ids: found text, wanted integers", "encode it with the tokenizer of the LLM")
+    if _is_id(ids):
+        return [int(ids)], True
+    if is_array(ids):
+        ids = _integers(ids)
+        if ids.ndim == 0:
+            return [int(ids)], True
+    return as_ids(ids), False
+
+
+def checked_ids(ids, vocab_size: int) -> list[int]:
+    """Ids of one sequence. Raises PromptTooLong where there is none, UsageError where they are no integers inside the vocabulary."""
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError) as e:
+        raise UsageError(f"token ids: {e}", "give one list of integers a prompt") from e
+    if array.size == 0:
+        raise PromptTooLong("the prompt is empty", "give at least one token")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UsageError(f"token ids: found an array of {array.dtype} with shape {array.shape}, wanted integers [tokens]")
+    if array.min() < 0 or array.max() >= vocab_size:
+        bad = int(array[(array < 0) | (array >= vocab_size)][0])
+        raise UsageError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    return array.tolist()
 
 
 def is_array(x) -> bool:

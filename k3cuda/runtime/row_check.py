@@ -35,6 +35,11 @@ class RowCheck:
     def open(self, slot: int) -> None:
         self._lengths[slot] = 0
 
+    def copy(self, source: int, target: int) -> int:
+        """`target` has as many tokens as `source` from now on: how many."""
+        self._lengths[target] = self._lengths[source]
+        return int(self._lengths[source])
+
     def step(self, rows: StepRows) -> None:
         """Raises PlanError unless the rows continue their slots, each slot's rows being neighbours."""
         if not 1 <= len(rows) <= self.max_rows:

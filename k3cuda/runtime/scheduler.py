@@ -86,6 +86,7 @@ class Scheduler:
         self.num_slots = min(num_slots, max_rows)
         self.num_pages = num_pages
         self._free_slots, self._free_pages = list(range(self.num_slots)), list(range(num_pages))
+        self._holders = [0] * num_pages  # sequences that have the page
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -94,16 +95,35 @@ class Scheduler:
         """(slots, pages) that nobody holds."""
         return len(self._free_slots), len(self._free_pages)
 
-    def take(self, num_pages: int) -> tuple[int, tuple[int, ...]] | None:
-        """A slot and pages, lowest numbers first; None where there are not enough."""
-        if not self._free_slots or num_pages > len(self._free_pages):
+    def take(self, num_pages: int, shared: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]] | None:
+        """A slot and so many pages, lowest numbers first, behind those that are `shared` with another; None where there are not enough."""
+        if not self._free_slots or num_pages - len(shared) > len(self._free_pages):
             return None
-        return heapq.heappop(self._free_slots), tuple(heapq.heappop(self._free_pages) for _ in range(num_pages))
+        pages = (*shared, *(heapq.heappop(self._free_pages) for _ in range(num_pages - len(shared))))
+        for page in pages:
+            self._holders[page] += 1
+        return heapq.heappop(self._free_slots), pages
 
     def give_back(self, slot: int, pages) -> None:
         heapq.heappush(self._free_slots, slot)
         for page in pages:
-            heapq.heappush(self._free_pages, page)
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                heapq.heappush(self._free_pages, page)
+
+    def lend(self, num_pages: int, shared: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]] | None:
+        """`take` for one who may never give back: None also where a waiting sequence could then wait for ever."""
+        taken = self.take(num_pages, shared)
+        if taken is not None and not all(map(self.can_wait, self.waiting)):
+            self.give_back(*taken)
+            return None
+        return taken
+
+    def can_wait(self, sequence: Sequence) -> bool:
+        """Whether it can be admitted once every running sequence has ended: what is lent never ends by itself."""
+        slots, pages = self.free
+        return (slots + len(self.running) > 0
+                and sequence.num_pages <= pages + sum(len(s.pages) for s in self.running))
 
     def admit(self) -> Sequence | None:
         """Gives the first waiting sequence its slot and pages. It is never overtaken, so that long requests are not starved."""

@@ -24,7 +24,7 @@ class Cuda(CudaBackend):
     def step(self, rows, observe=None):
         super().step(rows)
 
-    def buffer(self, name):
+    def on_host(self, name):
         """A buffer of the first rank on the host."""
         self.stream.synchronize()
         return self.memories[0].buffer(name).get()

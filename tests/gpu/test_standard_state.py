@@ -126,11 +126,11 @@ def test_a_step_touches_nothing_of_others(be):
         open_slot(be, slot)
         feed(be, slot, [3 + slot, 4, 5], [3])
     before = [be.states(slot) for slot in range(4)]
-    cache = be.buffer("mla_cache")
+    cache = be.on_host("mla_cache")
     feed(be, 2, [9], first=3)
     for slot in (0, 1, 3):
         same(be.states(slot), before[slot], f"slot {slot}")
-    changed = (be.buffer("mla_cache") != cache).any(axis=(0, 3))
+    changed = (be.on_host("mla_cache") != cache).any(axis=(0, 3))
     assert changed.sum() == 1 and changed[2 * PAGES_A_SLOT, 3]
 
 
@@ -140,12 +140,12 @@ def test_the_first_use_of_a_bucket_changes_no_state(be, gold, want, first_use):
     ids = gold["input_ids"]
     open_slot(be, 1)
     feed(be, 1, ids[:9], [9])
-    states, cache = be.states(1), be.buffer("mla_cache")
+    states, cache = be.states(1), be.on_host("mla_cache")
     assert ("step", bucket_of(first_use)) not in be._graphs
     be.step(step_rows((1, 9, ids[9:9 + first_use])))
     same(be.logits(), want[0][9:9 + first_use])
     same(be.states(1), states, "states")
-    changed = (be.buffer("mla_cache") != cache).any(axis=(0, 3)).reshape(-1)
+    changed = (be.on_host("mla_cache") != cache).any(axis=(0, 3)).reshape(-1)
     np.testing.assert_array_equal(np.flatnonzero(changed), PAGES_A_SLOT * PAGE_SIZE + np.arange(9, 9 + first_use))
     be.commit(np.ones(first_use, bool))
     same(feed(be, 1, ids[9 + first_use:], first=9 + first_use), want[0][9 + first_use:])

@@ -7,7 +7,7 @@ import numpy as np
 
 from k3cuda.config import PAGE_SIZE
 from k3cuda.reference.sample import sample_row
-from k3cuda.runtime.backend import StepCounts
+from k3cuda.runtime.backend import AS_SAMPLED, StepCounts
 
 EMPTY = -1  # a cache position that nobody wrote
 
@@ -28,19 +28,31 @@ def fake_logits(tokens, vocab_size: int) -> np.ndarray:
     return ((mixed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-21) - np.float32(4)).astype(np.float32)
 
 
+class FakePending:
+    def __init__(self, backend, drawn):
+        self.backend, self._drawn, self.number = backend, drawn, backend.launches
+        backend.launches += 1
+
+    def drawn(self):
+        self.backend._call()
+        hold(self.backend.launches - self.number <= 2, "tokens were read after two later launches")
+        return self._drawn
+
+
 class FakeBackend:
     """`bad(tokens)` says whether the logits behind these tokens are NaN. `fail[n]` is raised at the n-th call (from 0) of any of
-    open_slot, copy_slot, step, sample and commit, and `calls` counts them."""
+    open_slot, copy_slot, step, sample, commit and a pending's drawn, and `calls` counts them; a launch is three."""
 
     name, ranks, gpu, tp, kv_cache_dtype = "fake", "virtual", None, 1, "f32"
 
-    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, bad=None, fail=None):
+    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, bad=None, fail=None, overlaps=False):
         self.cfg = SimpleNamespace(vocab_size=vocab_size)
         self.num_slots, self.max_rows, self.max_model_len = num_slots, max_rows, max_model_len
         self.num_pages = num_slots * -(-max_model_len // PAGE_SIZE) if num_pages is None else num_pages
         self.bad, self.fail, self.calls, self.closed = bad or (lambda tokens: False), fail or {}, 0, False
         self.cache = np.full((self.num_pages, PAGE_SIZE), EMPTY)
         self.slots: dict[int, SimpleNamespace] = {}
+        self.overlaps, self.launches, self.sampled = overlaps, 0, {}   # slot -> (position, token) last drawn
         self.rows, self.counts, self.row_counts = None, StepCounts(), []
 
     def open_slot(self, slot, pages):
@@ -50,6 +62,7 @@ class FakeBackend:
         # Slots are never closed explicitly: whoever held one of these pages has ended, and may not step again.
         self.slots = {s: x for s, x in self.slots.items() if s != slot and not set(x.pages) & set(pages)}
         self.slots[slot] = SimpleNamespace(pages=list(pages), tokens=[])
+        self.sampled.pop(slot, None)
         self.cache[list(pages)] = EMPTY
 
     def copy_slot(self, source, target, pages):
@@ -64,6 +77,7 @@ class FakeBackend:
                 self.cache[page] = self.cache[old.pages[i]]
         self.slots = {s: x for s, x in self.slots.items() if s != target and not set(x.pages) & fresh}
         self.slots[target] = SimpleNamespace(pages=list(pages), tokens=list(old.tokens))
+        self.sampled.pop(target, None)
 
     def step(self, rows):
         self._call()
@@ -88,6 +102,9 @@ class FakeBackend:
 
     def _take(self, slot, token, position):
         hold(slot in self.slots, f"slot {slot} is not open")
+        if self.overlaps and token == AS_SAMPLED:
+            at, token = self.sampled.get(slot, (None, None))
+            hold(at == position, f"no token was drawn for position {position}")
         hold(0 <= token < self.cfg.vocab_size, "token outside the vocabulary")
         state, pending = self.slots[slot], self.pending.setdefault(slot, [])
         hold(position == len(state.tokens) + len(pending), f"position {position} does not continue slot {slot}")
@@ -122,6 +139,17 @@ class FakeBackend:
             hold(not np.any(np.diff(mine.astype(int)) > 0), "accepted rows are no prefix")
             self.slots[slot].tokens += pending[:int(mine.sum())]
         self.rows = None
+
+    def launch(self, rows, draws):
+        hold(self.overlaps, "this backend does not overlap")
+        slots = rows.slots[rows.logit_rows].tolist()
+        hold(len(set(slots)) == len(slots), "two draws for a slot")
+        self.step(rows)
+        drawn = self.sample([d.following(self.sampled[s][1]) if d.after_sampled else d for s, d in zip(slots, draws, strict=True)])
+        for slot, draw, new in zip(slots, draws, drawn):
+            self.sampled[slot] = draw.position, new.token_id or 0   # behind a row that is not finite any token does
+        self.commit(np.ones(len(rows), bool))
+        return FakePending(self, drawn)
 
     def close(self):
         self.closed = True

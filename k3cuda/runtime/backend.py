@@ -1,4 +1,8 @@
-"""What the engine asks of whatever runs the decode step. Draft-and-verify uses the same three calls: step, sample, commit."""
+"""What the engine asks of whatever runs the decode step. Draft-and-verify uses the same three calls: step, sample, commit.
+
+A backend that works beside the host also takes all three at once (`launch`): the next step may then begin before anybody has looked at
+this one's tokens.
+"""
 from collections import Counter
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,6 +15,8 @@ from ..config import MAX_ROWS, K3Config
 from ..errors import ConfigError, UsageError
 from .sampling import Draw, Drawn
 
+AS_SAMPLED = -1   # a token id: what the last draw for the row's slot gave, whether or not the host has read it
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -19,7 +25,7 @@ class StepRows:
     Rows of one slot are neighbours in rising position and start at the slot's committed length. A slot appears once.
     """
 
-    token_ids: np.ndarray    # int32 [n]
+    token_ids: np.ndarray    # int32 [n]; AS_SAMPLED only where the backend overlaps
     slots: np.ndarray        # int32 [n]
     positions: np.ndarray    # int32 [n], absolute
     logit_rows: np.ndarray   # int32 [m], rows whose logits are wanted, rising
@@ -54,6 +60,13 @@ def check_buffer(name: str, rank: int, ranks: int) -> Buffer:
     return BY_NAME[name]
 
 
+class Pending(Protocol):
+    """Tokens that are being drawn."""
+
+    def drawn(self) -> list[Drawn]:
+        """Waits for them: one a draw. They are kept until the second `launch` or `sample` after the one that gave them."""
+
+
 class Backend(Protocol):
     """One model, its weights and its states. Not thread-safe; one caller at a time."""
 
@@ -67,6 +80,7 @@ class Backend(Protocol):
     num_pages: int        # pages of the MLA cache, PAGE_SIZE tokens each
     max_model_len: int    # tokens a slot can hold
     kv_cache_dtype: str
+    overlaps: bool        # whether it has `launch` and knows AS_SAMPLED
     counts: StepCounts
 
     def open_slot(self, slot: int, pages: Sequence[int]) -> None:
@@ -111,6 +125,12 @@ class Backend(Protocol):
         """Advances KDA state and conv window over the rows of the last step where `accepted` (bool [n]) is true.
 
         The accepted rows of a slot are a prefix of its rows. Call it at most once a step.
+        """
+
+    def launch(self, rows: StepRows, draws: Sequence[Draw]) -> Pending:
+        """`step`, `sample` and a `commit` of every row, without waiting for any of them. At most one row of a slot wants logits.
+
+        A slot whose row was not finite holds no sequence any more: open it again.
         """
 
     def close(self) -> None:

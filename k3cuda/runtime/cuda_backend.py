@@ -37,7 +37,7 @@ class CudaBackend:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
 
-    name = STANDARD
+    name, overlaps = STANDARD, False
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, weights=None):

@@ -1,4 +1,8 @@
-"""The only loop: step, sample, accept, commit, for up to 64 sequences at once. It knows token ids, not text."""
+"""The only loop: step, sample, accept, commit, for up to 64 sequences at once. It knows token ids, not text.
+
+On a backend that overlaps, one step is always on its way while the tokens of the one before it are read: the next step takes them
+where they were drawn. What it did for a sequence that turns out to have ended is never looked at.
+"""
 import logging
 import random
 import time
@@ -9,11 +13,11 @@ import numpy as np
 
 from ..config import PAGE_SIZE
 from ..errors import K3Error, NumericalError, OutOfMemory, PromptTooLong, UsageError
-from .backend import Backend
+from .backend import Backend, Pending
 from .by_hand import ByHand
 from .prompt_arrays import checked_ids
 from .request import Event, Request, joined, stats_of
-from .sampling import DRAWN_SEED_BITS, Drawn
+from .sampling import DRAWN_SEED_BITS, Draw, Drawn
 from .scheduler import Scheduler, Sequence, Work, step_rows
 from .text_stream import Delta
 
@@ -26,6 +30,19 @@ class Accepted:
 
     num_rows: int
     drawn: tuple[Drawn, ...]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way, with the draws of its work."""
+
+    work: list[Work]
+    pending: Pending
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any of its sequences still runs."""
+        return any(w.sequence.slot is not None for w in self.work)
 
 
 class Engine:
@@ -48,6 +65,7 @@ class Engine:
         self.by_hand = ByHand(backend, self.scheduler, self.context)
         self._sequences: dict[str, Sequence] = {}
         self._due: list[Event] = []  # made, not yet returned by step
+        self._ahead: Launched | None = None
 
     @property
     def has_work(self) -> bool:
@@ -91,7 +109,11 @@ class Engine:
         empty slots. An interrupt ends them too, as aborted, and is raised; the next call reports them.
         """
         try:
-            self._step()
+            self._admit()
+            if self.backend.overlaps:
+                self._step_ahead()
+            else:
+                self._step()
         except Exception as e:
             log.debug("step failed", exc_info=True)
             self._end_running("error", _as_k3error(e))
@@ -107,10 +129,38 @@ class Engine:
             self.abort(request_id)
         self.backend.close()
 
-    def _step(self) -> None:
+    def _admit(self) -> None:
         while (sequence := self.scheduler.admit()) is not None:
             sequence.admitted = self._clock()
             self.backend.open_slot(sequence.slot, sequence.pages)
+
+    def _step_ahead(self) -> None:
+        """Launches the step behind the one that is on its way, and only then waits for that one's tokens."""
+        before = self._ahead if self._ahead and self._ahead.is_wanted else self._launch()
+        self._ahead = before and self._launch()
+        if before:
+            self._take(before)
+
+    def _launch(self) -> Launched | None:
+        work = self.scheduler.plan()
+        if not work:
+            return None
+        launched = Launched(work, self.backend.launch(step_rows(work), self._draws(work)))
+        for w in work:
+            w.sequence.committed += w.count
+            w.sequence.unread += w.num_logits
+        return launched
+
+    def _take(self, launched: Launched) -> None:
+        tokens = iter(launched.pending.drawn())
+        now = self._clock()
+        for w in launched.work:
+            drawn = tuple(next(tokens) for _ in range(w.num_logits))
+            if w.sequence.slot is not None:
+                w.sequence.unread -= len(drawn)
+                self._advance(w.sequence, drawn, now)
+
+    def _step(self) -> None:
         work = self.scheduler.plan()
         if not work:
             return
@@ -119,10 +169,15 @@ class Engine:
         self.backend.commit(np.concatenate([np.arange(w.count) < a.num_rows for w, a in zip(work, accepted)]))
         now = self._clock()
         for w, a in zip(work, accepted):
-            self._advance(w.sequence, a, now)
+            w.sequence.committed += a.num_rows
+            self._advance(w.sequence, a.drawn, now)
+
+    @staticmethod
+    def _draws(work: list[Work]) -> list[Draw]:
+        return [w.sequence.draw(w.sequence.committed + w.count) for w in work if w.num_logits]
 
     def _sample(self, work: list[Work]) -> list[Drawn]:
-        draws = [w.sequence.draw(w.sequence.committed + w.count) for w in work if w.num_logits]
+        draws = self._draws(work)
         return self.backend.sample(draws) if draws else []
 
     @staticmethod
@@ -137,11 +192,10 @@ class Engine:
             accepted.append(Accepted(w.count if is_finite else 0, new))
         return accepted
 
-    def _advance(self, sequence: Sequence, accepted: Accepted, now: float) -> None:
-        """Takes over what was accepted and applies the stop rules token by token."""
-        sequence.committed += accepted.num_rows
+    def _advance(self, sequence: Sequence, new: tuple[Drawn, ...], now: float) -> None:
+        """Takes over new tokens and applies the stop rules to one after the other."""
         kept, deltas = [], []
-        for drawn in accepted.drawn:
+        for drawn in new:
             if drawn.token_id is None:
                 error = NumericalError(f"logits for position {len(sequence.tokens)} are not finite",
                                        "weights may be damaged behind sound headers: compare checksums with the release; other requests go on")
@@ -174,6 +228,7 @@ class Engine:
                                stats_of(sequence), sequence.params))
 
     def _end_running(self, finish_reason: str, error: K3Error | None = None) -> None:
+        self._ahead = None
         for sequence in list(self.scheduler.running):
             self._end(sequence, finish_reason, error=error)
 

@@ -50,7 +50,7 @@ class NumpyBackend:
         OutOfMemory: the cache does not fit; the message names the longest that would.
     """
 
-    name, ranks, gpu = REFERENCE, "virtual", None
+    name, ranks, gpu, overlaps = REFERENCE, "virtual", None, False
 
     def __init__(self, checkpoint, tp: int = 1, *, max_batch: int = 8, max_model_len: int | None = None,
                  activation_dtype: str = "f32", kv_cache_dtype: str = "auto"):

@@ -114,6 +114,7 @@ class Draw:
         position: absolute position of the token to be drawn, 0-based.
         stream: STREAM_ACCEPT, STREAM_SAMPLE or STREAM_DRAFT.
         prompt_ids, output_ids: tokens before `position`, read by the penalties only; a row behind drafts counts them as output.
+        after_sampled: one more token of output stands before `position`: what the slot's last draw gave, and nobody has read yet.
     """
 
     params: SamplingParams
@@ -122,6 +123,11 @@ class Draw:
     stream: int = STREAM_SAMPLE
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
+    after_sampled: bool = False
+
+    def following(self, token: int) -> "Draw":
+        """The same draw once that token is known."""
+        return replace(self, output_ids=[*self.output_ids, token], after_sampled=False)
 
 
 @dataclass(frozen=True)

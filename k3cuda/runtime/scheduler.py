@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..config import PAGE_SIZE
-from .backend import StepRows
+from .backend import AS_SAMPLED, StepRows
 from .sampling import Draw, SamplingParams
 
 
@@ -14,7 +14,7 @@ from .sampling import Draw, SamplingParams
 class Sequence:
     """A request from its arrival to its end.
 
-    After every step `len(tokens) = committed + 1` once the prompt is done: the last token is drawn, but not yet run.
+    After every step `len(tokens) + unread = committed + 1` once the prompt is done: the last token is drawn, but not yet run.
 
     Attributes:
         request: what was asked (request.Request).
@@ -22,6 +22,7 @@ class Sequence:
         tokens: prompt, then output.
         num_prompt: tokens of the prompt.
         committed: tokens in the backend's state.
+        unread: tokens drawn behind `tokens` that the host has not read, 0 or 1.
         slot, pages: held while it runs; None and () while it waits.
         arrived, admitted, first, last: times of the engine's clock, in seconds; `first` and `last` of output tokens.
     """
@@ -32,6 +33,7 @@ class Sequence:
     num_prompt: int
     arrived: float
     committed: int = 0
+    unread: int = 0
     slot: int | None = None
     pages: tuple[int, ...] = ()
     admitted: float | None = None
@@ -50,15 +52,21 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_output > 0
+        return self.num_output + self.unread > 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to run; none behind a last one that max_tokens has fixed, though nobody has read it."""
+        return len(self.tokens) + self.unread - self.committed if self.num_output + self.unread < self.params.max_tokens else 0
 
     def draw(self, position: int) -> Draw:
-        """The token of `position`, which follows all tokens so far."""
+        """The token of `position`, which follows all tokens so far, the unread one too."""
         if not self.params.has_penalties:
             return Draw(self.params, self.params.seed, position)
         if self._prompt_set is None:
             self._prompt_set = np.unique(self.tokens[:self.num_prompt])  # penalties ask only which tokens were there
-        return Draw(self.params, self.params.seed, position, prompt_ids=self._prompt_set, output_ids=self.tokens[self.num_prompt:])
+        return Draw(self.params, self.params.seed, position, prompt_ids=self._prompt_set, output_ids=self.tokens[self.num_prompt:],
+                    after_sampled=self.unread > 0)
 
 
 @dataclass(frozen=True)
@@ -148,10 +156,9 @@ class Scheduler:
         """Decoding sequences first, then chunks of prompts in order of arrival, at most `max_rows` rows in all."""
         room, work = self.max_rows, []
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):  # stable: arrival within each kind
-            pending = len(sequence.tokens) - sequence.committed
-            count = min(pending, room)
+            count = min(sequence.num_pending, room)
             if count:
-                work.append(Work(sequence, count, int(count == pending)))
+                work.append(Work(sequence, count, int(count == sequence.num_pending)))
                 room -= count
         return work
 
@@ -162,6 +169,7 @@ def step_rows(work: list[Work]) -> StepRows:
     for w in work:
         start, end = w.sequence.committed, w.sequence.committed + w.count
         token_ids += w.sequence.tokens[start:end]
+        token_ids += [AS_SAMPLED] * (end - max(start, len(w.sequence.tokens)))
         slots += [w.sequence.slot] * w.count
         positions += range(start, end)
         logit_rows += range(len(token_ids) - w.num_logits, len(token_ids))

@@ -70,7 +70,7 @@ def test_python_of_the_readme_runs():
 
 
 def test_files_that_are_pointed_to_exist():
-    for text, base in ((README, ROOT), (PAGE, ROOT / "docs")):
+    for text, base in ((README, ROOT), *((page.read_text(encoding="utf-8"), ROOT / "docs") for page in (ROOT / "docs").glob("*.md"))):
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert (base / target).exists(), target
 

@@ -46,14 +46,15 @@ def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
     return offsets | {target: offsets[source] for target, source in plan.aliases.items()}, at
 
 
-def build_files(plan: Plan, rows: int, kv_cache_dtype: str, *, sms: int = H200_SMS, ride: bool = True) -> dict[str, str]:
+def build_files(plan: Plan, rows: int, kv_cache_dtype: str, *, sms: int = H200_SMS, ride: bool = True, trace: bool = False) -> dict[str, str]:
     """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3".
 
     `sms`: multiprocessors that persistent kernels spread over; any number is right, the device's own is fast.
     `ride`: collectives have no kernels: a stage stores what a collective would move into every rank's target itself.
+    `trace`: every launch notes when its blocks begin, stop waiting and end (`traced` in stages/common.cuh).
     """
     return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms), "buffers.cuh": _buffers(plan, kv_cache_dtype, ride),
-            "kernels.cu": _kernels(plan, rows, ride, sms)}
+            "kernels.cu": ("#define K3_TRACE\n" if trace else "") + _kernels(plan, rows, ride, sms)}
 
 
 def kernels_of(stage: Stage) -> tuple[str, ...]:
@@ -115,9 +116,10 @@ def _buffers(plan: Plan, kv: str, ride: bool) -> str:
              f"// One step of one rank: where its memory begins. The arena has {size} bytes.", "struct Step {", "  u8* arena;"]
     lines += [f"  {C_TYPES[BY_NAME[n].dtype]}* {n}_base;" for n in SESSION]
     lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  u8* mla_work;   // partial results of the split context", "  u8* mla_map;    // the MLA cache for the copy engine",
+              "  u64* trace;     // 8 words a launch, where the build traces",
               "  int slots, pages, slot_pages, rank, loopback, mla_partials;", "};", "",
               "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows.",
-              "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block;", "  float kv_scale;", "};", ""]
+              "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block, launch;", "  float kv_scale;", "};", ""]
     lines += [_accessor(b, offsets, plan) for b in BUFFERS]
     lines += [f"K3_DEVICE {kind}* {n}(const Step& s) {{ return ({kind}*)(s.arena + {offsets[n]}ull); }}"
               for n, kind in (("expert_list", "u8"), ("mla_info", "u8"), ("mla_next", "int"))]
@@ -180,7 +182,7 @@ def _kernels(plan: Plan, rows: int, ride: bool, sms: int) -> str:
         lines.append(f'extern "C" __constant__ int k_{name}_launch[5] = '
                      f"{{{t}::kBlocks, {t}::kBlocksY, {t}::kThreads, {t}::kCluster, {t}::kSmem}};")
         lines.append(f'extern "C" __global__ void __launch_bounds__({t}::kThreads, {t}::kResident) '
-                     f"k_{name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ {t}::run(s, op); }}")
+                     f"k_{name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ traced<{t}>(s, op); }}")
     return "\n".join(lines) + "\n"
 
 

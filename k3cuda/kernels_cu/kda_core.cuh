@@ -250,7 +250,7 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
       barrier_fence_init();
     }
     __syncthreads();
-    cluster_arrive();
+    cluster_begin();
   }
   kda_load_weights<S>(a, m, head, part, slot);
   const float scale = expf(a.a_log[head]);

@@ -10,6 +10,7 @@
 // lanes and chunks meet as neighbours. Sums over ranks: neighbours first.
 #pragma once
 #include "exchange.cuh"
+#include "row_shape.cuh"
 
 // kN: row length. kLeaves: weights.tree_leaves(kN). kParts: ranks. kBlocks: closed blocks at most, 0 where there is no mixture.
 // kCluster: blocks a row.
@@ -81,23 +82,17 @@ K3_DEVICE void hear(u64* inbox, u32 bytes) {
   }
 }
 
-// Scores, weights and weighted sum of the closed blocks. c: this thread's elements of sum_j e^(s_j - top) v_j.
+// Scores, weights and weighted sum of the closed blocks, whose elements `v` this thread has loaded. c: its elements of
+// sum_j e^(s_j - top) v_j.
 template <class S>
-K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int row, int own, float (&c)[S::kPer], float& top, float& total) {
+K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const float (&v)[max_of(S::kBlocks, 1)][S::kPer], const float (&score_at)[S::kPer],
+                          float (&c)[S::kPer], float& top, float& total) {
   const int tid = threadIdx.x;
-  float v[S::kBlocks][S::kPer];
-  K3_UNROLL
-  for (int j = 0; j < S::kBlocks; ++j)
-    K3_UNROLL
-    for (int i = 0; i < S::kPer; ++i) {
-      int e = tid + i * S::kThreads;
-      v[j][i] = j < a.num_blocks && e < S::kOwn ? a.blocks[(size_t(j) * a.rows + row) * S::kN + own + e] : 0;
-    }
   K3_UNROLL
   for (int i = 0; i < S::kPer; ++i) {
     int e = tid + i * S::kThreads;
     if (e >= S::kOwn) continue;
-    m.score[e] = a.score[own + e];
+    m.score[e] = score_at[i];
     K3_UNROLL
     for (int j = 0; j < S::kBlocks; ++j) m.source[j][e] = v[j][i];
   }
@@ -138,10 +133,20 @@ K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int row, int own, fl
 template <class S, class Ready>
 K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, Ready ready) {
   const int tid = threadIdx.x, own = rank * S::kOwn;
-  const int row = a.row_map ? a.row_map[index] : index;
-  if (row < 0 || (a.row_slot && a.row_slot[row] < 0)) {
-    ready();
-    return;
+  const int row = a.row_map ? a.row_map[index] : index, slot = row < 0 || !a.row_slot ? row : a.row_slot[row];
+  // Everything is loaded before anything is looked at: each wait for memory is as long as all of them.
+  float v[max_of(S::kBlocks, 1)][S::kPer], score[S::kPer], weight[S::kPer], c[S::kPer] = {}, top = 0, total = 0;
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    int e = tid + i * S::kThreads;
+    bool mine = e < S::kOwn && row >= 0;
+    weight[i] = mine ? bf16_to_float(a.weight[own + e]) : 0;
+    if constexpr (S::kBlocks > 0) {
+      score[i] = mine ? a.score[own + e] : 0;
+      K3_UNROLL
+      for (int j = 0; j < S::kBlocks; ++j)
+        v[j][i] = mine && j < a.num_blocks ? a.blocks[(size_t(j) * a.rows + row) * S::kN + own + e] : 0;
+    }
   }
   if constexpr (S::kCluster > 1) {
     if (tid == 0) {
@@ -150,19 +155,16 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
       barrier_fence_init();
     }
     __syncthreads();
-    cluster_arrive();
+    cluster_begin();
   }
-  float c[S::kPer], weight[S::kPer], top = 0, total = 0;
+  if (slot < 0) {                                 // of all blocks of the cluster
+    ready();
+    return;
+  }
   const bool mix = S::kBlocks > 0 && a.num_blocks > 0;
-  K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) {
-    int e = tid + i * S::kThreads;
-    c[i] = 0;
-    weight[i] = e < S::kOwn ? bf16_to_float(a.weight[own + e]) : 0;
-  }
   if constexpr (S::kCluster > 1) cluster_wait();  // every block's inbox stands
   if constexpr (S::kBlocks > 0)
-    if (mix) mix_closed<S>(a, m, row, own, c, top, total);
+    if (mix) mix_closed<S>(a, m, own, v, score, c, top, total);
   ready();
 
   float p[S::kPer];

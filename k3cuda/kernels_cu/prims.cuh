@@ -113,18 +113,29 @@ K3_DEVICE void barrier_wait(u64* bar, u32 parity) {
   asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
                ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
-// One thread copies `bytes` (a multiple of 16, both ends 16-byte aligned) from global to shared memory.
+// One thread copies `bytes` (a multiple of 16, both ends 16-byte aligned) of weights from global to shared memory. They are read once a
+// step, so they leave the L2 first: else 97 MB a layer push out what every layer needs again, the kernels' own instructions above all.
 K3_DEVICE void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(bar)) : "memory");
+  u64 once;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(dst)), "l"(src), "r"(bytes), "r"(shared_address(bar)), "l"(once) : "memory");
 }
 #endif
 
 // ---- order between the kernels of a stream (programmatic dependent launch) ----
-// Everything before grid_wait may run while the previous kernel still does: it may touch nothing but weights.
+// Behind grid_wait every earlier kernel is complete, since each of them waits too. Before it, what may be read follows from where
+// kernels call grid_launch_next (docs/kernels.md, "What may be read before grid_wait"). Nothing is written before it.
+#ifdef K3_TRACE
+__shared__ u64 trace_waited;   // nanoseconds at which this block's wait ended
+K3_DEVICE u64 trace_now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
+#endif
 K3_DEVICE void grid_wait() {
 #ifndef K3_HOST_SHIM
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#ifdef K3_TRACE
+  if (threadIdx.x == 0) trace_waited = trace_now();
 #endif
 }
 // Lets blocks of the next kernel start as soon as they fit beside ours.
@@ -138,12 +149,16 @@ K3_DEVICE void grid_launch_next() {
 #ifdef K3_HOST_SHIM
 inline u32 cluster_rank() { return 0; }
 inline void cluster_arrive() {}
+inline void cluster_begin() {}
 inline void cluster_wait() { __syncthreads(); }
 inline void store_remote(float* local, u32, float v) { *local = v; }
 #else
 K3_DEVICE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-// Every thread of every block arrives, then waits; twice before a block ends: all have begun, all have written.
+// Every thread of every block arrives, then waits.
 K3_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The same where blocks only say that they have begun and their barriers (behind barrier_fence_init) stand: a release fences all
+// memory, which takes microseconds while weights stream.
+K3_DEVICE void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 K3_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Writes where `local` lies in the shared memory of block `rank` of the cluster; seen there after the next arrive and wait.
 K3_DEVICE void store_remote(float* local, u32 rank, float v) {

@@ -4,6 +4,7 @@
 // neighbours, first inside a warp, then across the warps of a block, then across the blocks of a cluster.
 // Layout of w: [tile of 16 rows][leaf][k-step][lane] x 16 bytes (k3cuda/runtime/repack.py).
 #pragma once
+#include "exchange.cuh"
 #include "row_shape.cuh"
 
 // The row tiles of one block: `first`, then every `stride` groups of kTiles until `tiles`.
@@ -218,10 +219,13 @@ struct LeafRun {
 };
 
 // Leaf sums of all warps and blocks become finished values. finish(row in tile, token, values of the block's tiles).
+// The blocks of a cluster tell each other theirs by stores that count themselves at the owner of a (row, token) pair; no block waits
+// for anything else. Two inboxes in turn: who sends for a group has heard all of the one before, so none is two ahead.
 template <class S, class Finish>
-K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, u8* smem, Finish&& finish) {
+K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, int group, u8* smem, Finish&& finish) {
   float* partial = (float*)(smem + S::kPartialAt);   // [leaf warp][tile][token][row]
-  float* inbox = (float*)(smem + S::kInboxAt);   // [source block][tile][owned pair]
+  float* inbox = (float*)(smem + S::kInboxAt) + group % 2 * S::kInbox;   // [source block][tile][owned pair]
+  u64* heard = (u64*)(smem + S::kHeardAt) + group % 2;
   int wk = warp_id() % S::kWK, wm = warp_id() / S::kWK;
   __syncthreads();   // the group before is finished with both
   K3_UNROLL
@@ -235,7 +239,10 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, u8* smem, Fin
       }
   __syncthreads();
   int live = min_of(rows, S::kTokens) * kTileRows;
-  if constexpr (S::kCS > 1) cluster_wait();   // every block of the cluster has begun this group, so its inbox is free
+  if constexpr (S::kCS > 1) {
+    if (group == 0) cluster_wait();   // every block's inbox stands
+    if (threadIdx.x == 0) inbox_expect(heard, live * S::kTiles * 4);
+  }
   for (int i = threadIdx.x; i < live; i += S::kThreads) {
     int token = i / kTileRows, row = i % kTileRows;
     float v[S::kTiles];
@@ -246,12 +253,11 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, u8* smem, Fin
     else {
       K3_UNROLL
       for (int t = 0; t < S::kTiles; ++t)
-        store_remote(inbox + (cluster_rank() * S::kTiles + t) * S::kOwned + i / S::kCS, i % S::kCS, v[t]);
+        send(inbox + (cluster_rank() * S::kTiles + t) * S::kOwned + i / S::kCS, i % S::kCS, v[t], heard);
     }
   }
   if constexpr (S::kCS > 1) {
-    cluster_arrive();
-    cluster_wait();
+    inbox_wait(heard, group / 2 & 1);
     for (int j = threadIdx.x; j * S::kCS + int(cluster_rank()) < live; j += S::kThreads) {
       int i = j * S::kCS + cluster_rank();
       float v[S::kTiles];
@@ -259,7 +265,6 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, u8* smem, Fin
       for (int t = 0; t < S::kTiles; ++t) v[t] = tree_sum<S::kCS>(inbox + t * S::kOwned + j, S::kTiles * S::kOwned);
       finish(i % kTileRows, i / kTileRows, v);
     }
-    cluster_arrive();   // for the next group, or for row_product to end on
   }
 }
 
@@ -277,9 +282,17 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
   Groups<S> groups(tiles);
   typename SourceOf<S, S::kRing>::type source(WeightStream<S>{w, groups, first_leaf, warp_id() / S::kWK * S::kMT}, smem);
   source.start();
-  if constexpr (S::kCS > 1) cluster_arrive();
-  grid_wait();
+  if constexpr (S::kCS > 1) {
+    static_assert(kTileRows % S::kCS == 0, "blocks own equally many pairs");
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) barrier_init((u64*)(smem + S::kHeardAt) + i, 1);
+      barrier_fence_init();
+    }
+    __syncthreads();
+    cluster_begin();
+  }
   grid_launch_next();
+  grid_wait();
   uint4* shared = (uint4*)(smem + S::kXAt);
   if constexpr (S::kX == kXShared) share_tokens<S>(x, stride, rows, shared);
   LeafRun<S> run(source, Tokens<S>(x, stride, rows, first_leaf), shared + leaf_in_block * S::kPairs * S::kNT * kWarpSize);
@@ -288,7 +301,7 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
     Accumulator<S> acc;
     run.template sum<0, S::kWarpLeaves>(acc);
     int block_tile = groups.tile(g);
-    combine_leaves<S>(acc, rows, smem, [&](int row, int token, const float (&v)[S::kTiles]) {
+    combine_leaves<S>(acc, rows, g, smem, [&](int row, int token, const float (&v)[S::kTiles]) {
       static_assert(!kPair || S::kTiles % 2 == 0, "a pair of tiles lies in one block");
       K3_UNROLL
       for (int t = 0; t < S::kTiles; t += kPair ? 2 : 1) {
@@ -298,5 +311,4 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
       }
     });
   }
-  if constexpr (S::kCS > 1) cluster_wait();
 }

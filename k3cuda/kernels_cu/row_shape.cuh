@@ -51,8 +51,10 @@ struct RowShape {
   static constexpr int kBarrierAt = kWarps * kSlots * kChunkBytes;
   static constexpr int kXAt = (kBarrierAt + kWarps * kSlots * 8 + 15) / 16 * 16;
   static constexpr int kPartialAt = kXAt + (kX == kXShared ? kXBytes : 0);
+  static constexpr int kInbox = kCS > 1 ? kCS * kTiles * kOwned : 0;            // floats
   static constexpr int kInboxAt = kPartialAt + kWK * kPartial * 4;
-  static constexpr int kSmem = kInboxAt + (kCS > 1 ? kCS * kTiles * kOwned * 4 : 0);
+  static constexpr int kHeardAt = kInboxAt + 2 * kInbox * 4;
+  static constexpr int kSmem = kHeardAt + (kCS > 1 ? 16 : 0);
   static_assert(kWarpLeaves * kWK * kCS == kLeaves, "warps and blocks take equal runs of leaves");
 };
 
@@ -60,35 +62,40 @@ struct RowShape {
 
 constexpr int groups_of(int tiles, int per) { return (tiles + per - 1) / per; }
 
-// Blocks of a cluster: enough that a short product still reaches half of the multiprocessors.
-constexpr int cluster_for(int groups, int leaves, int most) {
-  int n = 1;
-  while (n < most && n < leaves && groups * n < 56) n *= 2;
-  return n;
+// Blocks of a cluster for a product with all of K, few tokens. A model in nanoseconds: an SM is fed 37 bytes in one; a group's end costs
+// 300, across blocks 700. What counts is the SM with the most groups, so a tile of all K is often too coarse a unit.
+constexpr int cluster_for(int groups, int group_bytes, int leaves, int sms) {
+  int best = 1, least = 1 << 30;
+  for (int n = 1; n <= 8 && n < leaves; n *= 2) {
+    int cost = groups_of(groups, sms / n) * (group_bytes / n / 37 + (n > 1 ? 700 : 300));
+    if (cost < least) least = cost, best = n;
+  }
+  return best;
 }
 
 //   kTotal   16-row tiles of the product (both halves of a GLU counted)
 //   kPair    two neighbouring tiles meet in one epilogue
-template <int kTotal, int kLeaves, int kSteps, int kNT, bool kPair>
+//   kSms     multiprocessors to fill
+template <int kTotal, int kLeaves, int kSteps, int kNT, bool kPair, int kSms>
 struct RowChoice {
   static constexpr bool kMany = kLeaves == 16;
   static constexpr int kTileBytes = kLeaves * kSteps * kStepBytes;
   // Long products of many tokens: x passes by L1, shared by warps that take other tiles of the same leaf.
   static constexpr bool kStream = kNT > 1 && kMany && kTotal >= 150;
   static constexpr int kMT = kNT == 1 ? (kPair ? 2 : 1) : kStream ? 2 : 1;
-  static constexpr int kCS = !kMany ? 1 : kNT == 1 ? cluster_for(groups_of(kTotal, kMT), kLeaves, 8) : kStream ? 8 : min_of(kNT, 8);
+  static constexpr int kCS = !kMany ? 1 : kNT == 1 ? cluster_for(groups_of(kTotal, kMT), kTileBytes * kMT, kLeaves, kSms) : kStream ? 8 : min_of(kNT, 8);
   static constexpr int kWK = kMany ? kLeaves / kCS : min_of(kLeaves, 8);
   static constexpr int kWM = kNT == 1 ? (kMany ? 1 : kTileBytes > 48 * 1024 ? max_of(4 / kWK, 1) : max_of(min_of(4 / kWK, 48 * 1024 / kTileBytes), kPair ? 2 : 1))
                                       : kMany ? max_of(8 / kWK, kPair ? 2 : 1) : max_of(4 / kWK, kPair ? 2 : 1);
   static constexpr int kGroupBytes = kTileBytes / kCS * kMT * kWM;
-  static constexpr int kRing = min_of(kNT == 1 ? 104 * 1024 : kNT == 8 && !kStream ? 48 * 1024 : 64 * 1024, kGroupBytes);
+  static constexpr int kRing = min_of(kNT == 1 ? 100 * 1024 : kNT == 8 && !kStream ? 48 * 1024 : 64 * 1024, kGroupBytes);
   // Few tokens: the copy's size counts, other warps' copies are on their way meanwhile. More: the warp works long enough on one copy
   // for the next to be there.
-  static constexpr int kChunk = kNT == 1 && kWK * kMT <= 16 ? 8192 : max_of(2048, min_of(8192, kRing / (2 * kWK * kWM * kMT)));
+  static constexpr int kChunk = max_of(2048, min_of(8192, kRing / ((kNT == 1 ? 3 : 2) * kWK * kWM * kMT)));
   typedef RowShape<kLeaves, kSteps, kMT, kNT, kWK, kWM, kCS, kRing, !kStream, kChunk> Shape;
 };
-template <int kTotal, int kLeaves, int kSteps, int kNT, bool kPair = false>
-using RowAuto = typename RowChoice<kTotal, kLeaves, kSteps, kNT, kPair>::Shape;
+template <int kTotal, int kLeaves, int kSteps, int kNT, bool kPair = false, int kSms = 132>
+using RowAuto = typename RowChoice<kTotal, kLeaves, kSteps, kNT, kPair, kSms>::Shape;
 
 // Blocks to launch: every group at once where they fit side by side, else one wave of whole clusters that walks over them.
 // 128: registers of a thread, at most, of the shapes that RowChoice makes for one token tile.

@@ -193,7 +193,9 @@ class CudaBackend:
                 continue
             for name in kernels_of(op.stage):
                 for memory, step in zip(self.memories, self._steps):
-                    out.append(kernels.launch(name, step, memory.op_struct(op), self._raw_stream, dependent=bool(out)))
+                    args = memory.op_struct(op)
+                    args.launch = len(out)
+                    out.append(kernels.launch(name, step, args, self._raw_stream, dependent=bool(out)))
         return out
 
     def _replay(self, what: str, bucket: int) -> None:

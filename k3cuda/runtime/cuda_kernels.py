@@ -15,9 +15,9 @@ def bucket_of(rows: int) -> int:
     return next(b for b in ROW_BUCKETS if b >= rows)
 
 
-def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True, strict: bool = False) -> Compiled:
+def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True, strict: bool = False, trace: bool = False) -> Compiled:
     """The cubin of every stage for steps of up to `rows` rows. Needs no GPU."""
-    headers = build_files(plan, rows, kv_cache_dtype, sms=sms, ride=ride)
+    headers = build_files(plan, rows, kv_cache_dtype, sms=sms, ride=ride, trace=trace)
     source = headers.pop("kernels.cu")
     return compile_cuda(source, arch, headers=headers, strict=strict, name=f"the step for {rows} rows")
 

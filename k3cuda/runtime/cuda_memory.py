@@ -21,7 +21,7 @@ class StepStruct(ctypes.Structure):
     """`struct Step` of emit.py; a test compares sizes and offsets with the compiled ones."""
 
     _fields_ = [("arena", ctypes.c_void_p), *((f"{n}_base", ctypes.c_void_p) for n in SESSION), ("peers", ctypes.c_void_p * LEGAL_TP[-1]),
-                ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p),
+                ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p), ("trace", ctypes.c_void_p),
                 *((n, ctypes.c_int) for n in ("slots", "pages", "slot_pages", "rank", "loopback", "mla_partials"))]
 
 
@@ -29,7 +29,7 @@ class OpStruct(ctypes.Structure):
     """`struct OpArgs` of emit.py."""
 
     _fields_ = [("w", ctypes.c_void_p * MAX_PACKED), ("layer", ctypes.c_int), ("kind_index", ctypes.c_int), ("num_blocks", ctypes.c_int),
-                ("opens_block", ctypes.c_int), ("kv_scale", ctypes.c_float)]
+                ("opens_block", ctypes.c_int), ("launch", ctypes.c_int), ("kv_scale", ctypes.c_float)]
 
 
 def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:

@@ -8,14 +8,12 @@ namespace stage {
 template <int kParts, int kSize, int kLeaves, int kBlocks>
 struct MixStage : StageDefaults {
   static constexpr int kSpread = min_of(kLeaves, 8);   // blocks a row
-  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, 256> Shape;
+  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, 448> Shape;
   static constexpr int kBlocks_ = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
   static __device__ void row(const NormRow& a) {
     K3_DYN_SMEM(u8, smem);
-    norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] {
-      grid_wait();
-      grid_launch_next();
-    });
+    grid_launch_next();
+    norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] { grid_wait(); });
   }
 };
 

@@ -9,6 +9,26 @@ struct StageDefaults {
   static constexpr int kBlocksY = 1, kCluster = 1, kSmem = 0, kResident = 1;
 };
 
+#ifdef K3_TRACE
+// Of every launch, over its blocks: first begin, last begin, last end of the wait, first end, last end. Nanoseconds.
+template <class Stage>
+K3_DEVICE void traced(const Step& s, const OpArgs& op) {
+  u64 begin = trace_now();
+  Stage::run(s, op);
+  __syncthreads();
+  if (threadIdx.x) return;
+  u64 end = trace_now(), *to = s.trace + op.launch * 8;
+  atomicMin(to, begin);
+  atomicMax(to + 1, begin);
+  atomicMax(to + 2, trace_waited);
+  atomicMin(to + 3, end);
+  atomicMax(to + 4, end);
+}
+#else
+template <class Stage>
+K3_DEVICE void traced(const Step& s, const OpArgs& op) { Stage::run(s, op); }
+#endif
+
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int tiles_of(int rows) { return ceil_div(rows, kTileRows); }
 
@@ -17,7 +37,7 @@ constexpr int kTokenTiles = kRows <= kTokenTile ? 1 : kRows / kTokenTile;
 // A stage that is one product over kTotal row tiles, for every block of kBlocksY once.
 template <int kTotal, int kLeaves, int kSteps, bool kPair = false>
 struct ProductStage : StageDefaults {
-  typedef RowAuto<kTotal, kLeaves, kSteps, kTokenTiles, kPair> Shape;
+  typedef RowAuto<kTotal, kLeaves, kSteps, kTokenTiles, kPair, kSms> Shape;
   static constexpr int kTiles = kTotal, kBlocks = row_blocks<Shape>(kTotal, kSms), kThreads = Shape::kThreads,
                        kCluster = Shape::kCS, kSmem = Shape::kSmem;
 };

@@ -109,10 +109,8 @@ struct routed_norm : StageDefaults {
     K3_DYN_SMEM(u8, smem);
     NormRow a = {row_slot(s), nullptr, kMaxRows, routed_parts(s), nullptr, nullptr, nullptr, nullptr, 0, nullptr, w_routed_expert_norm(op),
                  routed_normed(s), kRmsNormEps};
-    norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] {
-      grid_wait();
-      grid_launch_next();
-    });
+    grid_launch_next();
+    norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] { grid_wait(); });
   }
 };
 

@@ -14,6 +14,7 @@ from .backend import StepCounts, StepRows, check_buffer, check_room
 from .cuda_driver import open_device
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import RankMemory, session_bytes
+from .cuda_trace import TraceMemory
 from .machine import STANDARD
 from .row_check import PADDING, RowCheck
 
@@ -33,6 +34,7 @@ class CudaBackend:
         memory_utilization: part of the device's memory that may be used.
         ride: stages store into every rank's memory what a collective would move; else collectives are kernels of their own.
         weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
+        trace: every launch of a step notes when it ran; see runtime/cuda_trace.py.
     Raises:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
@@ -40,7 +42,7 @@ class CudaBackend:
     name, overlaps = STANDARD, False
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
-                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, weights=None):
+                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, weights=None, trace: bool = False):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
@@ -65,6 +67,7 @@ class CudaBackend:
         for memory, arrays in zip(self.memories, held):
             memory.weights = arrays
         self._steps = [m.step_struct(r, self.memories, only_rank is not None) for m, r in zip(self.memories, owned)]
+        self.trace = TraceMemory(self._steps, self.plan, ride) if trace else None
         self._page_tables = np.full((max_batch, slot_pages), -1, np.int32)
         self._staging = self._pinned_inputs()
         self._graphs: dict[tuple[str, int], object] = {}
@@ -179,7 +182,7 @@ class CudaBackend:
 
     def kernels(self, bucket: int) -> BucketKernels:
         if bucket not in self._kernels:
-            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride)
+            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride, trace=self.trace is not None)
             self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
         return self._kernels[bucket]
 

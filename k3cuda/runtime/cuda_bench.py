@@ -32,9 +32,10 @@ class StepBench:
     Args:
         slots, max_model_len: room of the caches.
         kv_cache_dtype: "bf16" or "fp8_e4m3".
+        trace: as for CudaBackend.
     """
 
-    def __init__(self, cfg: K3Config, tp: int, rank: int, *, slots: int, max_model_len: int, kv_cache_dtype: str):
+    def __init__(self, cfg: K3Config, tp: int, rank: int, *, slots: int, max_model_len: int, kv_cache_dtype: str, trace: bool = False):
         device = open_device(0)
         self.arch = device.arch
         self.filler = Filler(device.arch)
@@ -45,7 +46,7 @@ class StepBench:
             return synthetic_weights(plan, source, tp, rank, arch=device.arch)
 
         self.backend = CudaBackend(source, tp, only_rank=rank if tp > 1 else None, max_batch=slots, max_model_len=max_model_len,
-                                   kv_cache_dtype=kv_cache_dtype, weights=weights)
+                                   kv_cache_dtype=kv_cache_dtype, weights=weights, trace=trace)
         self.cfg, self.tp, self.rank, self.stream = cfg, tp, rank, self.backend.stream
         self._raw = self.backend._raw_stream
         cache = self.backend.memories[0].session["mla_cache"]
@@ -66,6 +67,11 @@ class StepBench:
         self.cache_tokens = sequences * (first + rows_each)
         self.sequences = sequences
         return n
+
+    def replay(self, bucket: int) -> None:
+        """One step, to its end."""
+        self.backend._replay("step", bucket)
+        self.stream.synchronize()
 
     def step(self, repeats: int = 20) -> dict:
         """Milliseconds of a step with its commit (median), beside the floor of the bytes it must move."""

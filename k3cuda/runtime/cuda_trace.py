@@ -1,0 +1,59 @@
+"""When every launch of a step began, stopped waiting and ended, as its blocks noted it (`traced` in kernels_cu/stages/common.cuh)."""
+from dataclasses import dataclass
+
+import cupy
+import numpy as np
+
+from ..emit import kernels_of
+from ..plan import Plan
+
+WORDS = 8  # of 64 bits, a launch
+_NEVER = 1 << 63
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One launch; times in nanoseconds since the first block of the step began, over all blocks of the launch.
+
+    Attributes:
+        kernel, layer: what ran; the layer is None outside of layers.
+        begin, last_begin: of the first and of the last block.
+        waited: the last block found the kernel before complete.
+        first_end, end: of the first and of the last block.
+    """
+
+    kernel: str
+    layer: int | None
+    begin: int
+    last_begin: int
+    waited: int
+    first_end: int
+    end: int
+
+
+class TraceMemory:
+    """Where launches of a traced build note their times.
+
+    Args:
+        steps: StepStructs of the ranks, which get its address.
+        plan, ride: of the step.
+    """
+
+    def __init__(self, steps, plan: Plan, ride: bool):
+        ops = [op for op in plan.ops if not (ride and op.stage.moves)]
+        self.names = [(kernel, op.layer) for op in ops for kernel in kernels_of(op.stage) for _ in steps]
+        self.words = cupy.zeros((len(self.names), WORDS), cupy.uint64)
+        for step in steps:
+            step.trace = self.words.data.ptr
+
+    def clear(self) -> None:
+        """Before a step whose times are wanted; minima start from never."""
+        self.words[:] = 0
+        self.words[:, 0] = self.words[:, 3] = _NEVER
+        cupy.cuda.get_current_stream().synchronize()
+
+    def read(self) -> list[Traced]:
+        """Times of the last step, which must be complete, in order of launches."""
+        times = self.words.get()[:, :5].astype(np.int64)
+        times -= times[0, 0]
+        return [Traced(kernel, layer, *map(int, row)) for (kernel, layer), row in zip(self.names, times)]

@@ -14,6 +14,7 @@ struct StageDefaults {
 template <class Stage>
 K3_DEVICE void traced(const Step& s, const OpArgs& op) {
   u64 begin = trace_now();
+  if (threadIdx.x == 0) trace_waited = 0;   // a block with nothing to do does not wait
   Stage::run(s, op);
   __syncthreads();
   if (threadIdx.x) return;

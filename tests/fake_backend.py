@@ -78,6 +78,7 @@ class FakeBackend:
         self.slots = {s: x for s, x in self.slots.items() if s != target and not set(x.pages) & fresh}
         self.slots[target] = SimpleNamespace(pages=list(pages), tokens=list(old.tokens))
         self.sampled.pop(target, None)
+        self.sampled.pop(target, None)
 
     def step(self, rows):
         self._call()

@@ -86,10 +86,10 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(["prefill", "step", "step", "fee
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(OPERATIONS)
-def test_any_use_in_any_order(fake, operations):
+@given(OPERATIONS, st.booleans())
+def test_any_use_in_any_order(fake, operations, overlaps):
     """Sessions, their forks, requests and streams together: each says what its own tokens say, and at the end all is free again."""
-    llm = fake(num_slots=4, num_pages=15, max_rows=13, max_model_len=200)
+    llm = fake(num_slots=4, num_pages=15, max_rows=13, max_model_len=200, overlaps=overlaps)
     all_free, sessions, streams = free(llm), [], []
     for what, which, count, seed in operations:
         ids = np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
@@ -290,8 +290,9 @@ def test_a_long_text_that_breaks_off(fake):
         assert says(each, [1, *tokens])
 
 
-def test_a_failing_request_touches_no_session(fake):
-    llm = fake()
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_failing_request_touches_no_session(fake, overlaps):
+    llm = fake(overlaps=overlaps)
     session = llm.prefill([1])
     llm.backend.fail = {llm.backend.calls + 1: RuntimeError("lost")}
     output, = llm.generate([2], GREEDY)

@@ -13,19 +13,26 @@ from k3cuda.runtime.made_model import MadeCheckpoint
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", max_batch=6, max_model_len=4 * PAGE_SIZE) as opened:
+    with LLM("demo", max_batch=4, max_model_len=2 * PAGE_SIZE) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def small():
+    with LLM(MadeCheckpoint(made_config(), seed=3), max_batch=4, max_model_len=3 * PAGE_SIZE) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def two_ranks():
+    """The same model in two parts, its cache in FP8."""
     with LLM(MadeCheckpoint(made_config(), seed=3), tp=2, max_batch=4, max_model_len=3 * PAGE_SIZE, kv_cache_dtype="fp8_e4m3") as opened:
         yield opened
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_bytes_of_logits_however_it_is_cut_and_forked(llm, seed):
-    cut_and_forked(llm, seed)
+def test_the_bytes_of_logits_however_it_is_cut_and_forked(small, seed):
+    cut_and_forked(small, seed)
 
 
 def test_the_same_on_two_ranks(two_ranks):
@@ -33,8 +40,8 @@ def test_the_same_on_two_ranks(two_ranks):
 
 
 @pytest.mark.parametrize("at", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1])
-def test_a_fork_and_its_parent_are_fresh_runs(llm, at):
-    forks_go_their_own_way(llm, at)
+def test_a_fork_and_its_parent_are_fresh_runs(small, at):
+    forks_go_their_own_way(small, at)
 
 
 def test_greedy_by_hand_is_what_generate_does(llm):

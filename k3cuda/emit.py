@@ -6,7 +6,8 @@ Files of a build, all in one folder that is first on the include path:
 - buffers.cuh  `Step`, `OpArgs` and an accessor for every buffer and every packed weight
 - kernels.cu   for every stage of the plan a kernel `k_<stage>` and its launch shape `k_<stage>_launch`
 """
-from math import prod
+from dataclasses import dataclass
+from math import gcd, prod
 
 from . import packing
 from .buffers import BUFFERS, BY_NAME, DTYPE_BYTES, Buffer, buffer_bytes, buffer_shape, step_dims
@@ -28,6 +29,23 @@ _MACHINE_SIZES = ("slots", "pages", "slot_pages")
 H200_SMS = 132  # what a build for no device in particular spreads over
 
 
+@dataclass(frozen=True)
+class Probes:
+    """What a benchmark builds into the kernels to measure something; other builds hold nothing of it.
+
+    forced_experts: experts that the rows of a step choose together, whatever their scores say; 0: the router's choice.
+    hop_cycles: clock cycles that a stage behind a collective goes on waiting for it.
+    trace: every launch notes when its blocks begin, stop waiting and end (`traced` in stages/common.cuh).
+    """
+
+    forced_experts: int = 0
+    hop_cycles: int = 0
+    trace: bool = False
+
+
+NO_PROBES = Probes()
+
+
 def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
     """Byte offset of every buffer of a rank that is not in SESSION, aliases included, and the size of the whole.
 
@@ -46,15 +64,15 @@ def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
     return offsets | {target: offsets[source] for target, source in plan.aliases.items()}, at
 
 
-def build_files(plan: Plan, rows: int, kv_cache_dtype: str, *, sms: int = H200_SMS, ride: bool = True, trace: bool = False) -> dict[str, str]:
+def build_files(plan: Plan, rows: int, kv_cache_dtype: str, *, sms: int = H200_SMS, ride: bool = True,
+                probes: Probes = NO_PROBES) -> dict[str, str]:
     """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3".
 
     `sms`: multiprocessors that persistent kernels spread over; any number is right, the device's own is fast.
     `ride`: collectives have no kernels: a stage stores what a collective would move into every rank's target itself.
-    `trace`: every launch notes when its blocks begin, stop waiting and end (`traced` in stages/common.cuh).
     """
-    return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms), "buffers.cuh": _buffers(plan, kv_cache_dtype, ride),
-            "kernels.cu": ("#define K3_TRACE\n" if trace else "") + _kernels(plan, rows, ride, sms)}
+    return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms, probes.forced_experts), "buffers.cuh": _buffers(plan, kv_cache_dtype, ride),
+            "kernels.cu": _kernels(plan, rows, ride, sms, probes)}
 
 
 def kernels_of(stage: Stage) -> tuple[str, ...]:
@@ -76,7 +94,12 @@ def camel(name: str) -> str:
     return "k" + "".join(part.capitalize() for part in name.split("_"))
 
 
-def _config(plan: Plan, rows: int, kv: str, sms: int) -> str:
+def follows_collective(stage: Stage) -> bool:
+    """Whether a stage reads what a collective brought."""
+    return bool({m.target for s in STAGES for m in s.moves} & set(stage.inputs))
+
+
+def _config(plan: Plan, rows: int, kv: str, sms: int, forced_experts: int) -> str:
     cfg, tp = plan.cfg, plan.tp
     lines = ["#pragma once", "// Sizes of the whole model."]
     sizes = cfg.dims() | {"max_rows": MAX_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
@@ -89,6 +112,9 @@ def _config(plan: Plan, rows: int, kv: str, sms: int) -> str:
              "situ_beta": cfg.activation_situ_beta, "situ_linear_beta": cfg.activation_situ_linear_beta,
              "gate_lower_bound": cfg.linear_attn_config.gate_lower_bound, "routed_scaling_factor": cfg.routed_scaling_factor}
     lines += [f"constexpr float {camel(n)} = {float(v)!r}f;" for n, v in reals.items()]
+    stride = next(n for n in range(cfg.num_experts * 5 // 8, 2 * cfg.num_experts) if gcd(n, cfg.num_experts) == 1)
+    lines += ["// Routing of a benchmark, 0: none; item i takes expert i kForcedStride mod kNumExperts, all different.",
+              f"constexpr int kForcedExperts = {forced_experts}, kForcedStride = {stride};"]
     lines += [f"constexpr bool kKvFp8 = {str(kv == 'fp8_e4m3').lower()};", "// Leaves of the tree over K on this rank, and k-steps (experts: groups) in a leaf."]
     for name, (leaves, steps) in _trees(plan).items():
         lines.append(f"constexpr int {camel(name)}Leaves = {leaves}, {camel(name)}Steps = {steps};")
@@ -170,19 +196,22 @@ def _weight_type(p: packing.Packed) -> str:
     return "float" if WEIGHT[p.sources[0]].dtype == "F32" else "bf16"
 
 
-def _kernels(plan: Plan, rows: int, ride: bool, sms: int) -> str:
+def _kernels(plan: Plan, rows: int, ride: bool, sms: int, probes: Probes) -> str:
     used = {op.stage.name for op in plan.ops + plan.commit}
     stages = [s for s in STAGES if s.name in used and not (ride and s.moves)]
     headers = dict.fromkeys(s.header or "collective" for s in stages)
-    lines = ['#include "buffers.cuh"', *(f'#include "stages/{h}.cuh"' for h in headers), ""]
+    lines = [f"#define K3_HOP_CYCLES {probes.hop_cycles}"] * bool(probes.hop_cycles) + ["#define K3_TRACE"] * probes.trace
+    lines += ['#include "buffers.cuh"', *(f'#include "stages/{h}.cuh"' for h in headers), ""]
+    behind = {kernels_of(s)[0] for s in stages if follows_collective(s)}
     lines += [_collective(s, plan, rows, sms) for s in stages if s.moves]
     for name in (k for s in stages for k in kernels_of(s)):
         t = f"stage::{name}"
         lines.append(f"static_assert({t}::kSmem <= {MAX_SHARED}, \"a block of {name} does not fit an SM\");")
         lines.append(f'extern "C" __constant__ int k_{name}_launch[5] = '
                      f"{{{t}::kBlocks, {t}::kBlocksY, {t}::kThreads, {t}::kCluster, {t}::kSmem}};")
+        hop = f"K3_HOP({int(name in behind)}); " if probes.hop_cycles else ""
         lines.append(f'extern "C" __global__ void __launch_bounds__({t}::kThreads, {t}::kResident) '
-                     f"k_{name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ traced<{t}>(s, op); }}")
+                     f"k_{name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ {hop}traced<{t}>(s, op); }}")
     return "\n".join(lines) + "\n"
 
 

@@ -84,6 +84,12 @@ class NumericalError(K3Error):
     code = 7
 
 
+class BenchmarkError(K3Error):
+    """A benchmark ran, but a check of its own says that its numbers must not be believed."""
+
+    code = 8
+
+
 class RankDied(K3Error):
     """A rank ended without saying why."""
 

@@ -22,8 +22,9 @@ from bench_experts import Experts, expand_rate, expert_unit  # noqa: E402
 
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.runtime import repack  # noqa: E402
-from k3cuda.runtime.cuda_driver import Launch, Module, check, driver, open_device  # noqa: E402
+from k3cuda.runtime.cuda_driver import Launch, Module, open_device  # noqa: E402
 from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
+from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
 from k3cuda.weights import MMA_K, tree_leaves  # noqa: E402
 
 TP = 16
@@ -109,12 +110,13 @@ def build(source_arch):
 class Bench:
     def __init__(self, tune: bool):
         self.device, self.tune = open_device(0), tune
-        self.stream = cp.cuda.Stream(non_blocking=True)
-        self.raw = self.stream.__cuda_stream__()[1]
+        self.timer = Timer(self.device.arch)
+        self.stream, self.raw = self.timer.stream, self.timer.raw
         self.base = Module(build(('#include "bench_core.cuh"\n', self.device.arch)))
         self.pool = cp.zeros(ROTATE * 3 // 2 // 4, cp.uint32)
         self.results = []
-        self.ceiling = self.read_ceiling()
+        self.fill(self.pool, 1)
+        self.ceiling = self.timer.read_ceiling(self.pool, self.device.name)
         self.flush = Launch(self.base.function("read_all"), 264, 512, [ctypes.c_void_p(self.pool.data.ptr), ctypes.c_size_t(8 << 20),
                                                                       ctypes.c_void_p(self.pool.data.ptr)], stream=self.raw)   # more than the L2
         self.flush_seconds = self.time([self.flush] * 8)
@@ -125,33 +127,9 @@ class Bench:
                stream=self.raw).launch()
         self.stream.synchronize()
 
-    def read_ceiling(self) -> float:
-        """Best of several launch shapes, bytes a second."""
-        self.fill(self.pool, 1)
-        out, n, best = cp.zeros(4, cp.uint32), self.pool.nbytes // 16, 0
-        for blocks in (264, 396, 528):
-            launch = Launch(self.base.function("read_all"), blocks, 512, [ctypes.c_void_p(self.pool.data.ptr), ctypes.c_size_t(n),
-                                                                         ctypes.c_void_p(out.data.ptr)], stream=self.raw)
-            best = max(best, n * 16 / self.time([launch] * 2))
-        return best
-
-    def time(self, launches, repeats: int = 9) -> float:
-        """Seconds a launch: median of graph replays over all of them in order."""
-        cu = driver()
-        with self.stream:
-            self.stream.begin_capture()
-            for launch in launches:
-                launch.launch()
-            graph = self.stream.end_capture()
-        events = [check(cu.cuEventCreate(0)) for _ in range(2)]
-        times = []
-        for _ in range(repeats):
-            check(cu.cuEventRecord(events[0], self.raw))
-            graph.launch(self.stream)
-            check(cu.cuEventRecord(events[1], self.raw))
-            self.stream.synchronize()
-            times.append(check(cu.cuEventElapsedTime(*events)) / 1e3 / len(launches))
-        return sorted(times[2:])[(repeats - 2) // 2]
+    def time(self, launches) -> float:
+        """Seconds a launch, in a graph of all of them in order."""
+        return self.timer.graph(launches) / len(launches)
 
     def rows(self, shape: Shape, modules):
         """Every layout of one shape: right, the same bytes as all others, and how fast."""

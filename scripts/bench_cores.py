@@ -14,8 +14,10 @@ from pathlib import Path
 import cupy as cp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests/gpu")]
 import core_kernels as ck  # noqa: E402
+
+from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
 
 D, HEADS, LAYERS, HIDDEN, LATENT, PARTS = 128, 6, 69, 7168, 3584, 16
 C = HEADS * D
@@ -26,8 +28,7 @@ NORMS = ((HIDDEN, 16, PARTS, 8, 16, 448), (HIDDEN, 16, PARTS, 8, 8, 448), (HIDDE
          (HIDDEN, 16, 1, 8, 16, 448), (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448))
 ROUTES = ((8, 384), (1, 256), (1, 512), (8, 512))
 LISTS = ((8, 384), (64, 384), (64, 1024), (256, 1024))
-READ = """#include "ceiling.cuh"
-extern "C" __global__ void spacer(int cycles) {
+WAIT = """extern "C" __global__ void spacer(int cycles) {
   grid_wait();
   grid_launch_next();
   for (long long start = clock64(); clock64() - start < cycles;) {}
@@ -46,34 +47,18 @@ def bf16(*shape):
 
 class Bench:
     def __init__(self, kernels):
-        extra = ck.Kernel("read_all", READ, 512)
-        self.cores = ck.Cores([*kernels, extra])
-        self.stream = cp.cuda.Stream(non_blocking=True)
-        big = uniform(1 << 29)
-        args = [big, ctypes.c_size_t(big.nbytes // 16), cp.zeros(1, cp.uint32)]
-        self.ceiling = big.nbytes / self.chain([(extra, 264 * 4, args, 0)] * 2, dependent=False) / 1e3
-        self.spacer = (ck.Kernel("spacer", "", 64), 132, [ctypes.c_int(SPACER)], 0)
+        spacer = ck.Kernel("spacer", WAIT, 64)
+        self.cores = ck.Cores([*kernels, spacer])
+        self.timer = Timer(self.cores.device.arch)
+        self.ceiling = self.timer.read_ceiling(uniform(1 << 29), self.cores.device.name) / 1e9
+        self.spacer = (spacer, 132, [ctypes.c_int(SPACER)], 0)
         self.space = self.chain([self.spacer] * 32)
         print(f"{self.cores.device.name}: read ceiling {self.ceiling:.0f} GB/s, spacer {self.space:.2f} us")
 
-    def chain(self, calls, dependent=True, repeats=7):
+    def chain(self, calls, dependent=True):
         """Median microseconds a launch, in a graph of the launches (kernel, grid, arguments, shared) one after the other."""
-        cp.cuda.Device().synchronize()
-        launches = [self.cores.launcher(k, grid, a, shared=shared, stream=self.stream.ptr, dependent=dependent) for k, grid, a, shared in calls]
-        with self.stream:
-            self.stream.begin_capture()
-            for one in launches:
-                one.launch()
-            graph = self.stream.end_capture()
-            times = []
-            for _ in range(repeats + 2):
-                a, b = cp.cuda.Event(), cp.cuda.Event()
-                a.record(self.stream)
-                graph.launch(self.stream)
-                b.record(self.stream)
-                b.synchronize()
-                times.append(cp.cuda.get_elapsed_time(a, b) * 1e3 / len(calls))
-        return float(np.median(times[2:]))
+        launches = [self.cores.launcher(k, grid, a, shared=shared, stream=self.timer.raw, dependent=dependent) for k, grid, a, shared in calls]
+        return self.timer.graph(launches) * 1e6 / len(calls)
 
     def line(self, what, kernel, grid, calls, nbytes, shared=0):
         calls = [(kernel, grid, a, shared) for a in calls]

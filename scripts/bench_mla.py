@@ -6,7 +6,6 @@ A case runs as a CUDA graph over several layers with caches of their own, severa
 $OUT/bench_mla.json where OUT is set.
 """
 import argparse
-import ctypes
 import json
 import os
 import sys
@@ -18,8 +17,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests/gpu")]
 import mla_device as md  # noqa: E402
 
-from k3cuda.runtime.cuda_driver import Launch, Module, check, driver  # noqa: E402
-from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
+from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
 
 ROTATE = 512 << 20   # bytes of caches that one graph walks over: eight times the L2 cache
 #        sequences, tokens of each, rows of each
@@ -34,39 +32,13 @@ def tiles_of(heads: int, rows: int) -> int:
 
 class Bench:
     def __init__(self):
-        self.stream = cp.cuda.Stream(non_blocking=True)
-        self.raw = self.stream.__cuda_stream__()[1]
+        self.timer = Timer(md.device().arch)
+        self.raw = self.timer.raw
         self.pool = cp.empty(ROTATE * 3 + (256 << 20), cp.uint8)
         rng = cp.random.default_rng(7)
         for at in range(0, self.pool.size, 256 << 20):
             self.pool[at:at + (256 << 20)] = rng.integers(0, 256, min(256 << 20, self.pool.size - at), dtype=cp.uint8)
-        self.ceiling = self.read_ceiling()
-
-    def read_ceiling(self) -> float:
-        module = Module(compile_cuda('#include "bench_core.cuh"\n', md.device().arch).cubin)
-        out, n, best = cp.zeros(4, cp.uint32), self.pool.nbytes // 16, 0
-        for blocks in (264, 396, 528):
-            args = [ctypes.c_void_p(self.pool.data.ptr), ctypes.c_size_t(n), ctypes.c_void_p(out.data.ptr)]
-            best = max(best, n * 16 / self.time([Launch(module.function("read_all"), blocks, 512, args, stream=self.raw)]))
-        return best
-
-    def time(self, launches, repeats: int = 9) -> float:
-        """Seconds of all launches together: median of graph replays."""
-        cp.cuda.Device().synchronize()   # what the arrays were made with runs on another stream
-        with self.stream:
-            self.stream.begin_capture()
-            for launch in launches:
-                launch.launch()
-            graph = self.stream.end_capture()
-        events = [check(driver().cuEventCreate(0)) for _ in range(2)]
-        times = []
-        for _ in range(repeats + 2):
-            check(driver().cuEventRecord(events[0], self.raw))
-            graph.launch(self.stream)
-            check(driver().cuEventRecord(events[1], self.raw))
-            self.stream.synchronize()
-            times.append(check(driver().cuEventElapsedTime(*events)) / 1e3)
-        return sorted(times[2:])[repeats // 2]
+        self.ceiling = self.timer.read_ceiling(self.pool, md.device().name)
 
     def case(self, bytes_: int, heads: int, sequences: int, tokens: int, rows: int, tiles: int | None = None, blocks: int | None = None):
         tiles = tiles or tiles_of(heads, rows)
@@ -88,7 +60,7 @@ class Bench:
             both = m.launches(q, cache, slot, position, table, outs[-1], stream=self.raw, dependent=True)
             launches += both
             parts.append(both[1])
-        seconds, combine = self.time(launches) / layers, self.time(parts * 4) / (4 * layers)
+        seconds, combine = self.timer.graph(launches) / layers, self.timer.graph(parts * 4) / (4 * layers)
         return {"kind": {1: "fp8", 2: "bf16"}[bytes_], "heads": heads, "sequences": sequences, "tokens": tokens, "rows": rows, "tiles": tiles,
                 "us": round(seconds * 1e6, 2), "combine_us": round(combine * 1e6, 2), "gb_s": round(size / seconds / 1e9),
                 "of_ceiling": round(size / seconds / self.ceiling, 3)}

@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import cupy as cp
-import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests/gpu")]
 from sample_device import Sample, device  # noqa: E402
 
-from k3cuda.runtime.cuda_driver import check, driver  # noqa: E402
+from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
 from k3cuda.runtime.sampling import Draw, SamplingParams  # noqa: E402
 
 VOCAB = 163840
@@ -24,29 +23,15 @@ CASES = {"greedy": dict(temperature=0), "temperature": dict(temperature=1), "top
 
 
 def main():
-    stream = cp.cuda.Stream(non_blocking=True)
-    raw = stream.__cuda_stream__()[1]
+    timer = Timer(device().arch)
     logits = [(cp.random.default_rng(i).standard_normal((64, VOCAB)) * 3).astype(cp.float32) for i in range(4)]
-    events = [check(driver().cuEventCreate(0)) for _ in range(2)]
     results = []
     for name, params in CASES.items():
         for rows in (1, 8, 64):
             draws = [Draw(SamplingParams(**params).resolved({}), 7 + r, 100) for r in range(rows)]
-            samples = [Sample(x[:rows], draws, stream=raw, full=name != "greedy") for x in logits for _ in range(4)]
-            cp.cuda.Device().synchronize()
-            with stream:
-                stream.begin_capture()
-                for s in samples:
-                    s.launch.launch()
-                graph = stream.end_capture()
-            times = []
-            for _ in range(9):
-                check(driver().cuEventRecord(events[0], raw))
-                graph.launch(stream)
-                check(driver().cuEventRecord(events[1], raw))
-                stream.synchronize()
-                times.append(check(driver().cuEventElapsedTime(*events)) * 1e3 / len(samples))
-            results.append({"case": name, "rows": rows, "us": round(float(np.median(times[2:])), 2)})
+            samples = [Sample(x[:rows], draws, stream=timer.raw, full=name != "greedy") for x in logits for _ in range(4)]
+            seconds = timer.graph([s.launch for s in samples]) / len(samples)
+            results.append({"case": name, "rows": rows, "us": round(seconds * 1e6, 2)})
             print(device().name, results[-1], flush=True)
     if os.environ.get("OUT"):
         (Path(os.environ["OUT"]) / "bench_sample.json").write_text(json.dumps(results, indent=1))

@@ -8,8 +8,8 @@ import json
 import statistics
 
 from k3cuda.config import RELEASED_FOLDER, K3Config
+from k3cuda.emit import Probes
 from k3cuda.runtime.cuda_bench import StepBench
-from k3cuda.runtime.cuda_kernels import bucket_of
 
 
 def main():
@@ -18,9 +18,10 @@ def main():
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--output")
     a = parser.parse_args()
-    bench = StepBench(K3Config.from_json(RELEASED_FOLDER), 16, 3, slots=1, max_model_len=max(a.context, 8192), kv_cache_dtype="fp8_e4m3", trace=True)
-    bench.place(1, a.rows, max(a.context, a.rows))
-    launches = traced_step(bench, bucket_of(a.rows))
+    bench, context = StepBench(K3Config.from_json(RELEASED_FOLDER), 16, 3, "fp8_e4m3"), max(a.context, a.rows)
+    bench.open(1, context, Probes(trace=True))
+    bench.place(1, a.rows, context)
+    launches = traced_step(bench)
     print(f"{a.rows} rows, context {a.context}: {launches[-1].end / 1e3:.1f} µs, traced")
     table(launches)
     if a.output:
@@ -28,11 +29,11 @@ def main():
             json.dump(chrome(launches), f)
 
 
-def traced_step(bench, bucket: int):
+def traced_step(bench):
     for _ in range(3):   # capture, then warm
-        bench.replay(bucket)
+        bench.replay()
     bench.backend.trace.clear()
-    bench.replay(bucket)
+    bench.replay()
     return bench.backend.trace.read()
 
 

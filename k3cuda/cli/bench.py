@@ -1,13 +1,9 @@
 """`k3cuda bench`: times against the bytes that must be read."""
-import subprocess
-import sys
-from pathlib import Path
-
 import click
 
-from .. import __version__
 from ..buffers import KV_BYTES
-from ..config import MAX_ROWS, PAGE_SIZE
+from ..config import MAX_ROWS
+from ..errors import OutOfMemory, UsageError
 from ..runtime.cuda_driver import require_gpu
 from . import options
 from .group import Group
@@ -15,6 +11,7 @@ from .output import Result, say
 
 LONGEST_CONTEXT = 1 << 20
 ONE_SEQUENCE = 8   # rows up to here are those of one sequence that verifies drafts
+LONGEST_HOP = 1e6  # microseconds
 
 
 class Counts(click.ParamType):
@@ -37,72 +34,135 @@ class Counts(click.ParamType):
         return numbers
 
 
+class Delays(click.ParamType):
+    """Microseconds with commas between them."""
+
+    name = "list"
+
+    def convert(self, value, param, ctx):
+        if not isinstance(value, str):
+            return value
+        try:
+            numbers = [float(part) for part in value.split(",")]
+        except ValueError:
+            numbers = [-1.0]
+        if not all(0 <= n <= LONGEST_HOP for n in numbers):
+            self.fail(f"found {value!r}, wanted microseconds with commas between them", param, ctx)
+        return numbers
+
+
 @click.group(cls=Group)
 def bench():
     """Measure this machine. Every ratio is to the read ceiling of the same run."""
 
 
-_RANK = (
+_FLAGS = (
     options.flag("--tp", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", aliases=options.TP_ALIASES, help="Ranks the model is cut into."),
     options.flag("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The one rank that runs; its collectives are looped back."),
     options.flag("--layers", type=click.IntRange(min=1), metavar="N", help="Run the first N layers only.  [default: all]"),
-    options.flag("--rows", type=Counts(MAX_ROWS), default="1,8", show_default=True, help=f"Rows of a step: up to {ONE_SEQUENCE} belong to one sequence, more to one each."),
+    options.flag("--rows", type=Counts(MAX_ROWS), default="1,8", show_default=True, help="Rows of a step."),
+    options.flag("--sequences", type=click.IntRange(1, MAX_ROWS), metavar="N",
+                 help=f"Sequences that the rows belong to.  [default: 1 for up to {ONE_SEQUENCE} rows, else one for each]"),
     options.flag("--context", type=Counts(LONGEST_CONTEXT), default="1", show_default=True, help="Tokens of every sequence, the step's own included."),
     options.flag("--kv-cache-dtype", type=click.Choice(list(KV_BYTES)), default="fp8_e4m3", show_default=True, metavar="TYPE",
                  help=f"Format of the MLA cache: {' or '.join(KV_BYTES)}."),
+    options.flag("--experts", type=Counts(1 << 16), metavar="LIST", help="Force the rows to choose so many distinct experts.  [default: the router's choice]"),
+    options.flag("--hop-delay-us", type=Delays(), default="0", show_default=True, metavar="LIST", help="Let what a collective brings arrive so much later."),
     options.OUTPUT)
 
 
 @bench.command(cls=options.Command)
 @options.model(default="kimi-k3")
-@options.flags(*_RANK, options.flag("--stages", is_flag=True, help="Time every stage as well."))
-def step(model, tp, rank, layers, rows, context, kv_cache_dtype, output, stages):
-    """Time decode steps of one true rank, commit included. Weights are random and made on the device; MODEL gives only the sizes.
+@options.flags(*_FLAGS, options.flag("--stages", is_flag=True, help="Time every stage as well."))
+def step(stages, output, **what):
+    """Time decode steps of one true rank, commit included, and check them. Weights are random and made on the device; MODEL gives only the sizes.
 
-    Prints one JSON document: an object for each combination of rows and context.
+    Prints one JSON document: an object for each combination of rows, context, experts and delay.
     """
+    def each(bench, walk):
+        found = bench.step(walk)
+        say(f"{found['rows']:3} rows of {found['sequences']:2}, context {found['context']:7}: {found['ms']:8.3f} ms, "
+            f"{found['ratio_to_floor']:.2f} x the floor, {found['distinct_experts']} experts a layer")
+        return found, _stages(bench) if stages else None
+
+    _run(output, each, **what)
+
+
+@bench.command(cls=options.Command)
+@options.model(default="kimi-k3")
+@options.flags(*_FLAGS, options.flag("--stage", "names", multiple=True, metavar="NAME", help="This stage only; may be repeated."))
+def stage(names, output, **what):
+    """Time every stage of a decode step of one true rank: all its layers in turn, each with weights of its own.
+
+    Prints one JSON document: for each combination of rows, context, experts and delay a list of stages.
+    """
+    from ..stages import BY_NAME
+
+    if unknown := [name for name in names if name not in BY_NAME or BY_NAME[name].moves]:
+        raise UsageError(f"--stage: found {unknown[0]!r}, wanted one of {', '.join(n for n, s in BY_NAME.items() if not s.moves)}")
+    _run(output, lambda bench, walk: (None, _stages(bench, names)), **what)
+
+
+def _stages(bench, names=()) -> dict:
+    found = bench.stages(names)
+    say(f"{bench.rows} rows of {bench.sequences}, context {bench.context}: stage, us an operation, GB/s, % of the read ceiling")
+    for s in found:
+        say(f"  {s['stage']:12} {s['us']:9.2f} {s['gb_s']:7.0f} {100 * s['of_ceiling']:5.1f}{' (fits a cache)' if s['fits_cache'] and s['mb'] else ''}")
+    be = bench.backend
+    return {"decode_backend": be.name, "rows": bench.rows, "sequences": bench.sequences, "tp": bench.tp, "rank": bench.rank, "context": bench.context,
+            "kv_cache_dtype": be.kv_cache_dtype, "ceiling_tb_s": round(bench.ceiling / 1e12, 3), "forced_experts": be.probes.forced_experts, "stages": found}
+
+
+def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cache_dtype, experts, hop_delay_us) -> None:
+    """Calls `each(bench, walk)` for every combination; its (step, stages) go into the document."""
     cfg = options.config_of(model, layers)
     options.check_rank(tp, rank)
+    shapes = [_shared(n, sequences) for n in rows]
+    top_k, most = cfg.num_experts_per_token, max(rows)
+    if bad := [n for n in experts or () if not top_k <= n <= min(cfg.num_experts, most * top_k)]:
+        raise UsageError(f"--experts: found {bad[0]}, wanted {top_k} to {min(cfg.num_experts, most * top_k)}: "
+                         f"a row chooses {top_k} of {cfg.num_experts}, and there are {most} rows at most")
     require_gpu()
+    from ..emit import Probes
     from ..runtime.cuda_bench import StepBench
-    from ..runtime.cuda_kernels import bucket_of, compile_buckets
+    from ..runtime.surroundings import surroundings
 
-    result = Result(output)
-    slots = max(sequences for sequences, _ in map(_shared, rows))
-    bench = StepBench(cfg, tp, rank, slots=slots, max_model_len=max(max(context), ONE_SEQUENCE) + PAGE_SIZE, kv_cache_dtype=kv_cache_dtype)
-    compile_buckets(bench.backend.plan, {bucket_of(n) for n in rows}, bench.backend.kv_cache_dtype, bench.arch, sms=bench.backend.device.sms)
-    steps, by_stage = [], []
-    for tokens in context:
-        for n in rows:
-            sequences, rows_each = _shared(n)
-            bench.place(sequences, rows_each, max(tokens, rows_each))
-            steps.append(bench.step())
-            say(f"{n:3} rows, context {steps[-1]['context']:7}: {steps[-1]['ms']:8.3f} ms, {steps[-1]['ratio_to_floor']:.2f} x the floor")
-            if stages:
-                by_stage.append({"rows": n, "context": steps[-1]["context"], "stages": bench.stages()})
-    result.document({"steps": steps, "stages": by_stage, "model": model, "layers": cfg.num_hidden_layers} | _surroundings(bench), indent=1)
+    result, bench = Result(output), StepBench(cfg, tp, rank, kv_cache_dtype)
+    probes = [Probes(n, round(us * bench.cycles_a_us)) for n in experts or (0,) for us in hop_delay_us]
+    bench.compile(rows, probes)
+    document = {"steps": [], "stages": [], "skipped": []}
+    for probe in probes:
+        for tokens in context:
+            _context(bench, probe, tokens, shapes, top_k, each, document)
+    result.document(document | {"model": model, "layers": cfg.num_hidden_layers} | surroundings(bench.device), indent=1)
     result.close()
 
 
-def _shared(rows: int) -> tuple[int, int]:
+def _context(bench, probe, tokens, shapes, top_k, each, document) -> None:
+    """All row counts of one context, as far as their caches fit."""
+    fit = [(s, each_of) for s, each_of in shapes if s * each_of * top_k >= probe.forced_experts]
+    while fit:
+        try:
+            bench.open(max(s for s, _ in fit), max(tokens, max(n for _, n in fit)), probe)
+            break
+        except OutOfMemory as e:
+            widest = max(s for s, _ in fit)
+            for s, n in [shape for shape in fit if shape[0] == widest]:
+                fit.remove((s, n))
+                document["skipped"].append({"rows": s * n, "sequences": s, "context": tokens, "reason": e.message})
+                say(f"{s * n:3} rows of {s:2}, context {tokens:7}: skipped, {e.message}")
+    walked = max((s * n for s, n in fit if s * n <= ONE_SEQUENCE), default=0)
+    for s, n in fit:
+        bench.place(s, n, max(tokens, n))
+        step, stages = each(bench, s * n == walked)
+        document["steps"] += [step] if step else []
+        document["stages"] += [stages] if stages else []
+
+
+def _shared(rows: int, sequences: int | None) -> tuple[int, int]:
     """(sequences, rows of each) of a step."""
-    return (1, rows) if rows <= ONE_SEQUENCE else (rows, 1)
-
-
-def _surroundings(bench) -> dict:
-    """Versions, commit, GPU, clocks and command: what a number is worth without which nothing can be compared."""
-    from ..runtime.cuda_jit import nvrtc_version
-    from ..runtime.machine import package_versions
-
-    packages = {"k3cuda": __version__} | {name: version for name, version in package_versions().items() if version}
-    return {"commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"), "versions": packages | {"nvrtc": nvrtc_version()},
-            "gpu": bench.backend.gpu, "arch": bench.arch, "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-            "clocks": _said("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader"),
-            "command": " ".join(["k3cuda", *sys.argv[1:]])}
-
-
-def _said(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
+    if sequences is None:
+        return (1, rows) if rows <= ONE_SEQUENCE else (rows, 1)
+    if rows % sequences:
+        raise UsageError(f"--sequences: found {sequences}, which does not divide {rows} rows")
+    return sequences, rows // sequences

@@ -124,6 +124,18 @@ K3_DEVICE void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
 #endif
 
 // ---- order between the kernels of a stream (programmatic dependent launch) ----
+#ifdef K3_HOP_CYCLES
+// A benchmark's slow link: a kernel that begins with K3_HOP(1) gets everything that its grid_wait guards so much later.
+#define K3_HOP(behind_collective) asm volatile(".reg .u32 k3_hop; mov.u32 k3_hop, %0;" ::"n"(behind_collective))
+K3_DEVICE void hop_delay() {
+  u32 behind_collective;
+  asm volatile("mov.u32 %0, k3_hop;" : "=r"(behind_collective));
+  if (behind_collective)
+    for (long long start = clock64(); clock64() - start < K3_HOP_CYCLES;) {}
+}
+#else
+K3_DEVICE void hop_delay() {}
+#endif
 // Behind grid_wait every earlier kernel is complete, since each of them waits too. Before it, what may be read follows from where
 // kernels call grid_launch_next (docs/kernels.md, "What may be read before grid_wait"). Nothing is written before it.
 #ifdef K3_TRACE
@@ -133,6 +145,7 @@ K3_DEVICE u64 trace_now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "
 K3_DEVICE void grid_wait() {
 #ifndef K3_HOST_SHIM
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  hop_delay();
 #endif
 #ifdef K3_TRACE
   if (threadIdx.x == 0) trace_waited = trace_now();

@@ -4,10 +4,15 @@
 
 K3_DEVICE u32 hash(u64 i, u32 seed) { return hash(u32(i) ^ hash(u32(i >> 32) ^ hash(seed))); }
 
-// n BF16 values, uniform on [low, high].
+// Value i of those that are uniform on [low, high].
+K3_DEVICE float uniform(u64 i, u32 seed, float low, float high) { return low + (high - low) * (float(hash(i, seed) >> 8) * (1.0f / 16777216.0f)); }
+
 extern "C" __global__ void fill_bf16(bf16* p, u64 n, u32 seed, float low, float high) {
-  for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += u64(gridDim.x) * blockDim.x)
-    p[i] = float_to_bf16(low + (high - low) * (float(hash(i, seed) >> 8) * (1.0f / 16777216.0f)));
+  for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += u64(gridDim.x) * blockDim.x) p[i] = float_to_bf16(uniform(i, seed, low, high));
+}
+
+extern "C" __global__ void fill_f32(float* p, u64 n, u32 seed, float low, float high) {
+  for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += u64(gridDim.x) * blockDim.x) p[i] = uniform(i, seed, low, high);
 }
 
 // MXFP4 leaves in kernel order (repack.py): `words` of random codes, then `scale_words` of factor exponents lowest .. lowest + 2.

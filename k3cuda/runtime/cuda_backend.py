@@ -5,7 +5,7 @@ import numpy as np
 
 from ..buffers import KV_BYTES
 from ..config import MAX_ROWS, PAGE_SIZE, K3Config
-from ..emit import arena_offsets, kernels_of
+from ..emit import NO_PROBES, Probes, arena_offsets, kernels_of
 from ..errors import ConfigError, OutOfMemory, UsageError
 from ..plan import Plan, build_plan
 from ..reference.sample import sample_row
@@ -33,8 +33,8 @@ class CudaBackend:
         kv_cache_dtype: "auto" (bf16), "bf16" or "fp8_e4m3".
         memory_utilization: part of the device's memory that may be used.
         ride: stages store into every rank's memory what a collective would move; else collectives are kernels of their own.
+        probes: what a benchmark builds into the kernels; with `trace` launches note their times (cuda_trace.py).
         weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
-        trace: every launch of a step notes when it ran; see runtime/cuda_trace.py.
     Raises:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
@@ -42,14 +42,14 @@ class CudaBackend:
     name, overlaps = STANDARD, False
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
-                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, weights=None, trace: bool = False):
+                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, probes: Probes = NO_PROBES, weights=None):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
         head = source.cfg.linear_attn_config.head_dim
         if head != KDA_HEAD_DIM:
             raise ConfigError(f"linear_attn_config.head_dim: found {head}, the kernels are built for {KDA_HEAD_DIM}", "use the reference backend")
-        self.device, self.ride = open_device(0), ride
+        self.device, self.ride, self.probes = open_device(0), ride, probes
         self.gpu = self.device.name
         self.cfg: K3Config = source.cfg
         self.plan: Plan = build_plan(self.cfg, tp)
@@ -67,7 +67,7 @@ class CudaBackend:
         for memory, arrays in zip(self.memories, held):
             memory.weights = arrays
         self._steps = [m.step_struct(r, self.memories, only_rank is not None) for m, r in zip(self.memories, owned)]
-        self.trace = TraceMemory(self._steps, self.plan, ride) if trace else None
+        self.trace = TraceMemory(self._steps, self.plan, ride) if probes.trace else None
         self._page_tables = np.full((max_batch, slot_pages), -1, np.int32)
         self._staging = self._pinned_inputs()
         self._graphs: dict[tuple[str, int], object] = {}
@@ -182,12 +182,13 @@ class CudaBackend:
 
     def kernels(self, bucket: int) -> BucketKernels:
         if bucket not in self._kernels:
-            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride, trace=self.trace is not None)
+            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride,
+                                      probes=self.probes)
             self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
         return self._kernels[bucket]
 
-    def launches(self, what: str, bucket: int) -> list:
-        """Every launch of a step or a commit in order, rank after rank for each operation."""
+    def launches(self, what: str, bucket: int, overlap: bool = True) -> list:
+        """Every launch of a step or a commit in order, rank after rank for each operation; each may begin under the one before it."""
         kernels = self.kernels(bucket)
         ops = self.plan.ops if what == "step" else self.plan.commit[:1]   # one launch commits every layer
         out = []
@@ -198,7 +199,7 @@ class CudaBackend:
                 for memory, step in zip(self.memories, self._steps):
                     args = memory.op_struct(op)
                     args.launch = len(out)
-                    out.append(kernels.launch(name, step, args, self._raw_stream, dependent=bool(out)))
+                    out.append(kernels.launch(name, step, args, self._raw_stream, dependent=overlap and bool(out)))
         return out
 
     def _replay(self, what: str, bucket: int) -> None:

@@ -1,9 +1,10 @@
 """The kernels of one row bucket: compiled from the emitted text, loaded, and launched op by op for every rank."""
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from ..config import MAX_ROWS
-from ..emit import H200_SMS, build_files, kernels_of
+from ..emit import H200_SMS, NO_PROBES, Probes, build_files, kernels_of
 from ..plan import Plan
 from .cuda_driver import Launch, Module
 from .cuda_jit import Compiled, compile_cuda
@@ -15,17 +16,23 @@ def bucket_of(rows: int) -> int:
     return next(b for b in ROW_BUCKETS if b >= rows)
 
 
-def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True, strict: bool = False, trace: bool = False) -> Compiled:
+def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True,
+                   probes: Probes = NO_PROBES, strict: bool = False) -> Compiled:
     """The cubin of every stage for steps of up to `rows` rows. Needs no GPU."""
-    headers = build_files(plan, rows, kv_cache_dtype, sms=sms, ride=ride, trace=trace)
+    headers = build_files(plan, rows, kv_cache_dtype, sms=sms, ride=ride, probes=probes)
     source = headers.pop("kernels.cu")
     return compile_cuda(source, arch, headers=headers, strict=strict, name=f"the step for {rows} rows")
 
 
 def compile_buckets(plan: Plan, buckets, kv_cache_dtype: str, arch: str, **options) -> list[Compiled]:
-    """Several buckets side by side: NVRTC works outside Python's lock."""
+    """Several buckets side by side."""
+    return side_by_side([partial(compile_bucket, plan, rows, kv_cache_dtype, arch, **options) for rows in buckets])
+
+
+def side_by_side(jobs) -> list:
+    """The results of functions that compile: NVRTC works outside Python's lock."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda rows: compile_bucket(plan, rows, kv_cache_dtype, arch, **options), buckets))
+        return list(pool.map(lambda job: job(), jobs))
 
 
 class BucketKernels:

@@ -7,9 +7,10 @@ pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cu
 
 from models import PAGES_A_SLOT, feed, golden, headdims, open_slot, relative, step_rows  # noqa: E402
 from models import backend as reference  # noqa: E402
-from stage_walk import launch_groups, write_rows  # noqa: E402
+from stage_walk import write_rows  # noqa: E402
 from standard import Cuda, alone, compile_ahead, run, same  # noqa: E402
 
+from k3cuda.runtime.cuda_compare import launch_groups  # noqa: E402
 from k3cuda.runtime.cuda_kernels import ROW_BUCKETS, bucket_of  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402

@@ -42,6 +42,15 @@ constexpr int kMaxItems = kRows * kNumExpertsPerToken;
 typedef ExpertList<kMaxItems> StepExperts;
 K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
 
+// A benchmark's routing: the items of a step take kForcedExperts experts in turn, other ones in every layer, with the router's weights.
+K3_DEVICE void force_experts(const Step& s, const OpArgs& op, int row) {
+  __syncthreads();   // the router's choice is written
+  for (int i = threadIdx.x; i < kNumExpertsPerToken; i += blockDim.x) {
+    int item = row * kNumExpertsPerToken + i;
+    expert_ids(s)[item] = (item % max(kForcedExperts, 1) * kForcedStride + op.layer) % kNumExperts;
+  }
+}
+
 // A block a row.
 struct route : StageDefaults {
   static constexpr int kBlocks = kRows, kThreads = 512;
@@ -51,6 +60,7 @@ struct route : StageDefaults {
     grid_wait();
     grid_launch_next();
     route_rows<Shape>(router_logits(s), w_e_score_correction_bias(op), row_slot(s), blockIdx.x, 1, kRoutedScalingFactor, expert_ids(s), expert_weights(s), smem);
+    if constexpr (kForcedExperts > 0) force_experts(s, op, blockIdx.x);
   }
 };
 

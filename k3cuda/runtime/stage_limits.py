@@ -1,10 +1,10 @@
 """How far a kernel's output may be from the reference's, element by element: what its format and the length of its sums explain."""
 import numpy as np
 
-from k3cuda import packing
-from k3cuda.buffers import BY_NAME
-from k3cuda.config import MXFP4_GROUP
-from k3cuda.weights import MMA_K
+from .. import packing
+from ..buffers import BY_NAME
+from ..config import MXFP4_GROUP
+from ..weights import MMA_K
 
 # One rounding to the format, relative to the value. Where a sum's last bits move a value over a boundary the two results are
 # neighbours, and that is the same distance again; hence twice the unit.

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 import cupy as cp
 import numpy as np
 
-from k3cuda import packing
-from k3cuda.packing import PACKED, Packed
-from k3cuda.plan import Op
-from k3cuda.reference.mxfp4 import dequantize
-from k3cuda.runtime.repack import LANES, leaf_bytes, tiles_of, unpack_bf16, unpack_mxfp4
-from k3cuda.weights import BY_NAME, rank_slice
+from .. import packing
+from ..packing import PACKED, Packed
+from ..plan import Op
+from ..reference.mxfp4 import dequantize
+from ..weights import BY_NAME, rank_slice
+from .repack import LANES, leaf_bytes, tiles_of, unpack_bf16, unpack_mxfp4
 
 
 class Unpacked:

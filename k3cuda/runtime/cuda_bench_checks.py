@@ -1,0 +1,124 @@
+"""What a timed step must pass before its time means anything. Each failure is a BenchmarkError; docs/performance.md lists the checks."""
+import numpy as np
+
+from ..buffers import BY_NAME as BUFFER
+from ..config import PAGE_SIZE
+from ..dataflow import layer_kinds
+from ..errors import BenchmarkError
+from ..stages import GATHER
+from .cuda_compare import Compare, launch_groups
+from .cuda_kernels import ROW_BUCKETS, bucket_of
+
+WAY_OUT = "this is a bug: report the command"
+SPREAD = 1e-3   # standard deviation that logits of a step have at least, were they made from random weights
+
+
+def check_time(ms: float, floor_ms: float) -> None:
+    """Nothing is faster than its bytes."""
+    if ms < floor_ms:
+        raise BenchmarkError(f"a step of {ms:.3f} ms beats its floor of {floor_ms:.3f} ms", "something was not read: report the command")
+
+
+def check_experts(bench, experts: dict[int, int]) -> None:
+    """A forced routing reads as many experts as it was told to, in every layer."""
+    forced = bench.backend.probes.forced_experts
+    for layer, count in experts.items():
+        if forced and count != forced:
+            raise BenchmarkError(f"layer {layer} read {count} experts, forced were {forced}", WAY_OUT)
+
+
+def same_step(got: dict, want: dict, what: str, rows: int | None = None) -> None:
+    """The same bytes in the first `rows` rows."""
+    for name in want:
+        a, b = got[name][:rows], want[name][:rows]
+        if a.tobytes() != b.tobytes():
+            different = np.flatnonzero((a.view(np.uint32) != b.view(np.uint32)).any(-1))
+            raise BenchmarkError(f"{what}: {name} of rows {different[:8].tolist()} are other bytes than those of the same rows before", WAY_OUT)
+
+
+def other_bucket(rows: int) -> tuple[int, int]:
+    """(bucket, rows): another bucket that the same step, or the first half of its rows, can run in."""
+    wider = [b for b in ROW_BUCKETS if b > bucket_of(rows)]
+    return (wider[0], rows) if wider else (bucket_of(rows // 2), rows // 2)
+
+
+def check_step(bench, walk: bool) -> dict:
+    """Checks the placed step of a StepBench and leaves it as it was; what was checked, for the result."""
+    placed = (bench.sequences, bench.rows_each, bench.context)
+    want = bench.replay()
+    logits = want["logits"]
+    if not np.isfinite(logits).all() or logits.std() < SPREAD:
+        raise BenchmarkError(f"the step's logits are not numbers of a model (standard deviation {logits.std():.3g})", WAY_OUT)
+    if len(np.unique(logits[:, :64], axis=0)) < len(logits):
+        raise BenchmarkError("two rows with different tokens gave the same logits", WAY_OUT)
+
+    bucket, rows = other_bucket(bench.rows)
+    poison(bench)
+    for launch in bench.backend.launches("step", bucket, overlap=False):
+        launch.launch()
+    same_step(bench.outputs(), want, f"kernel by kernel in the bucket of {bucket}", rows)
+
+    bench.place(*placed, seed=6)
+    other = bench.replay()["logits"]
+    bench.place(*placed)
+    if other.tobytes() == logits.tobytes():
+        raise BenchmarkError("other tokens gave the same logits", WAY_OUT)
+    same_step(bench.replay(), want, "behind a step of other tokens, whose values lie in every exchange buffer")
+
+    found = {"finite": True, "same_bytes_in_bucket": bucket, "same_bytes_rows": rows, "stale_exchange_buffers": True}
+    if bench.tp > 1:
+        found["parts_read"] = check_places(bench)
+        found["copies_written"] = found["parts_read"] - 1
+        if walk:
+            found["part_of_allowed_error"] = check_layers(bench)
+    return found
+
+
+def poison(bench) -> None:
+    """NaN in every buffer that a step must write before it reads it."""
+    be, memory = bench.backend, bench.memory
+    start, stop = be._input_bytes, memory.offsets["expert_list"]   # behind it lies what kernels keep for themselves
+    (memory.arena.data + start).memset_async(0xFF, stop - start, be.stream)
+
+
+def check_places(bench) -> int:
+    """Looped back, every rank's place of every collective holds this rank's part; how many places there are."""
+    for op in bench.backend.plan.ops:
+        for move in op.stage.moves:
+            target = bench.memory.buffer(move.target)
+            if move.how == GATHER:
+                parts = np.split(target[:bench.rows].get(), bench.tp, axis=BUFFER[move.source].cut)
+            else:
+                parts = list(target[:, :bench.rows].get())
+            wrong = [rank for rank, part in enumerate(parts) if part.tobytes() != parts[bench.rank].tobytes()]
+            if wrong:
+                raise BenchmarkError(f"{move.target}: the places of ranks {wrong} hold something else than what the rank sent", WAY_OUT)
+    return bench.tp
+
+
+def check_layers(bench) -> dict[str, float]:
+    """One layer of every kind, the ends of the step, and their commit against the reference, operation by operation.
+
+    Returns the largest part of an allowed error that a stage used.
+    """
+    be, rows = bench.backend, bench.rows
+    layers = {None, *(of_kind[len(of_kind) // 2] for of_kind in layer_kinds(bench.cfg).values())}
+    positions = np.arange(bench.context - bench.rows_each, bench.context) // PAGE_SIZE
+    written = np.unique(np.arange(bench.sequences)[:, None] * bench.pages_a_slot + positions)
+    compare = Compare(be, bench.sequences * bench.pages_a_slot, written, bench.unpacked)
+    bench.unpacked, found = compare.weights, {}
+    for what in ("step", "commit"):
+        for ops, launches in launch_groups(be, what, bucket_of(rows)):
+            # A forced choice is no router's; check_experts judges it.
+            chosen = [op for op in ops if op.layer in layers and not (be.probes.forced_experts and op.stage.name == "route")]
+            be.stream.synchronize()
+            bound = [compare.bind(op, rows) for op in chosen]
+            for launch in launches:
+                launch.launch()
+            be.stream.synchronize()
+            for op, b in zip(chosen, bound):
+                compare.compare(op, b, rows, found)
+    bench.restore()
+    if problems := [p for f in found.values() for p in f.problems]:
+        raise BenchmarkError(f"{len(problems)} operations differ from the reference, first: {problems[0]}", WAY_OUT)
+    return {stage: round(max(f.used.values()), 3) for stage, f in found.items() if f.used}

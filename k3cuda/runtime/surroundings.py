@@ -1,0 +1,32 @@
+"""What a number is worth nothing without: versions, commit, GPU, clocks and command of a benchmark's run."""
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from .. import __version__
+from .cuda_jit import nvrtc_version
+from .machine import package_versions
+
+
+def surroundings(device, program: str = "k3cuda", more_packages=()) -> dict:
+    """JSON-ready.
+
+    Args:
+        device: `cuda_driver.Device`.
+        program: what the command line begins with.
+        more_packages: distributions whose versions matter here beside our own.
+    """
+    versions = {name: version for name, version in package_versions().items() if version} | {name: metadata.version(name) for name in more_packages}
+    return {"commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+            "versions": {"k3cuda": __version__} | versions | {"nvrtc": nvrtc_version()}, "gpu": device.name, "arch": device.arch,
+            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "clocks": _said("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader"),
+            "command": " ".join([program, *sys.argv[1:]])}
+
+
+def _said(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

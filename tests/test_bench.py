@@ -1,0 +1,153 @@
+"""Benchmarks without a GPU: the floor they divide by, the checks that make a result void, and what they build into kernels."""
+import re
+import subprocess
+import tempfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+
+from models import headdims  # noqa: E402
+from test_jit import NVDISASM  # noqa: E402
+
+from k3cuda import weights  # noqa: E402
+from k3cuda.buffers import buffer_shape, step_dims  # noqa: E402
+from k3cuda.config import MAX_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
+from k3cuda.emit import Probes, build_files, kernels_of  # noqa: E402
+from k3cuda.errors import BenchmarkError  # noqa: E402
+from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.runtime import cuda_bench_checks as checks  # noqa: E402
+from k3cuda.runtime.cuda_kernels import ROW_BUCKETS, compile_bucket  # noqa: E402
+from k3cuda.runtime.step_bytes import StepBytes  # noqa: E402
+from k3cuda.stages import GATHER, SCATTER, STAGES  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def released():
+    return build_plan(K3Config.from_json(RELEASED_FOLDER), 16)
+
+
+def of(plan, **changes) -> StepBytes:
+    experts = {op.layer: 16 for op in plan.ops if op.stage.name == "route"}
+    return StepBytes(**{"plan": plan, "kv_cache_dtype": "fp8_e4m3", "sequences": 1, "cache_tokens": 0, "experts": experts} | changes)
+
+
+# ---- the floor ----
+
+def test_floor_of_one_row_is_all_weights_but_the_experts_that_are_not_chosen(released):
+    cfg, dims = released.cfg, released.cfg.dims()
+    held = weights.model_bytes(cfg, 16)
+    for layer, w in weights.all_weights(cfg):
+        if w.per_expert:
+            held -= weights.rank_bytes(w, dims, 16, experts=cfg.num_experts - 16)
+    held -= weights.rank_bytes(weights.BY_NAME["embed_tokens"], dims, 16)
+    states = 69 * 6 * 128 * 128 * 4
+    assert of(released).floor() == held + states
+
+
+def test_floor_counts_experts_caches_and_states(released):
+    one = of(released).floor()
+    more = {layer: n + 1 for layer, n in of(released).experts.items()}
+    assert of(released, experts=more).floor() - one == 92 * 192 * 3584 * 3 * 17 / 32   # a scale byte for every 16 bytes of weights
+    assert of(released, cache_tokens=64 * 8192).floor() - one == 24 * 64 * 8192 * 576
+    assert of(released, cache_tokens=100, kv_cache_dtype="bf16").floor() - one == 24 * 100 * 576 * 2
+    assert of(released, sequences=64).floor() - one == 63 * 69 * 6 * 128 * 128 * 4
+
+
+def test_commit_is_no_part_of_the_floor_but_has_bytes_of_its_own(released):
+    b = of(released, sequences=2)
+    assert [b.op(op) for op in released.commit] == [b.states()] * 69
+
+
+# ---- what makes a result void ----
+
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+def test_the_other_bucket_is_another_one_and_holds_the_rows(rows):
+    own = next(b for b in ROW_BUCKETS if b >= rows)
+    bucket, checked = checks.other_bucket(rows)
+    assert bucket != own and bucket in ROW_BUCKETS and rows // 2 <= checked <= min(rows, bucket) and checked
+
+
+def test_faster_than_the_bytes():
+    checks.check_time(2.0, 1.99)
+    with pytest.raises(BenchmarkError, match="beats its floor") as e:
+        checks.check_time(1.98, 1.99)
+    assert e.value.code == 8
+
+
+def test_a_forced_routing_must_be_read():
+    bench = SimpleNamespace(backend=SimpleNamespace(probes=Probes(forced_experts=120)))
+    checks.check_experts(bench, {1: 120, 2: 120})
+    with pytest.raises(BenchmarkError, match="layer 2 read 119 experts, forced were 120"):
+        checks.check_experts(bench, {1: 120, 2: 119})
+
+
+def test_other_bytes_are_named_by_row():
+    want = {"logits": np.zeros((4, 8), np.float32)}
+    got = {"logits": want["logits"].copy()}
+    got["logits"][2, 7] = -0.0
+    checks.same_step(got, want, "here", rows=2)
+    with pytest.raises(BenchmarkError, match=r"here: logits of rows \[2\]"):
+        checks.same_step(got, want, "here")
+
+
+class OnDevice(np.ndarray):
+    """An array that is fetched like CuPy's."""
+
+    def get(self):
+        return np.asarray(self)
+
+
+@pytest.mark.parametrize("stale", ["router_logits", "attn_parts", "shared_parts", None])
+def test_every_rank_place_must_hold_the_part(stale):
+    plan, rng = build_plan(headdims().cfg, 4), np.random.default_rng(1)
+    dims, held = step_dims(plan.cfg, tp=4, slots=1, pages=1, slot_pages=1), {}
+    for op in plan.ops:
+        for m in op.stage.moves:
+            shape = buffer_shape(checks.BUFFER[m.target], dims)
+            part = rng.random((shape[0], shape[1] // 4) if m.how == GATHER else shape[1:], np.float32)
+            held[m.target] = (np.tile(part, 4) if m.how == GATHER else np.stack([part] * 4)).view(OnDevice)
+            held[m.target][(MAX_ROWS - 1 if m.how == GATHER else (2, MAX_ROWS - 1))] = np.nan   # a padding row: nobody's business
+            assert m.how != SCATTER or m.target == "shared_parts"
+    if stale:
+        held[stale][(0, slice(-3, None)) if held[stale].ndim == 2 else (2, 0, 5)] = 9
+    bench = SimpleNamespace(backend=SimpleNamespace(plan=plan), memory=SimpleNamespace(buffer=held.get), rows=3, tp=4, rank=1)
+    if stale is None:
+        assert checks.check_places(bench) == 4
+    else:
+        with pytest.raises(BenchmarkError, match=f"{stale}: the places of ranks"):
+            checks.check_places(bench)
+
+
+# ---- what a benchmark builds into kernels ----
+
+def test_builds_without_probes_hold_nothing_of_them(released):
+    text = build_files(released, 8, "bf16")
+    assert "K3_HOP" not in text["kernels.cu"] and "kForcedExperts = 0," in text["config.cuh"]
+
+
+@pytest.mark.parametrize("experts", [16, 120, 613, 896])
+def test_forced_experts_are_all_different(released, experts):
+    text = build_files(released, 64, "bf16", probes=Probes(forced_experts=experts))["config.cuh"]
+    forced, stride = map(int, re.search(r"kForcedExperts = (\d+), kForcedStride = (\d+);", text).groups())
+    assert len({i % forced * stride % 896 for i in range(64 * 16)}) == experts
+    assert all(len({i % forced for i in range(row * 16, row * 16 + 16)}) == 16 for row in range(64))
+
+
+def test_delay_is_in_kernels_behind_a_collective_and_in_no_other():
+    if NVDISASM is None:
+        pytest.skip("nvdisasm isn't installed: pip install 'k3cuda[test]'")
+    plan = build_plan(headdims().cfg, 2)
+    compiled = compile_bucket(plan, 1, "bf16", "sm_90a", strict=True, probes=Probes(hop_cycles=1000))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(compiled.cubin)
+        f.flush()
+        text = subprocess.run([NVDISASM, "-c", f.name], check=True, capture_output=True, text=True).stdout
+    parts = re.split(r"\.section\s+\.text\.k_(\w+),", text)[1:]
+    clocks = {name for name, code in zip(parts[::2], parts[1::2]) if "SR_CLOCK" in code}
+    targets = {m.target for s in STAGES for m in s.moves}
+    used = {op.stage for op in plan.ops}
+    assert clocks == {kernels_of(s)[0] for s in used if targets & set(s.inputs)} and len(clocks) > 5

@@ -45,9 +45,10 @@ class FakeBackend:
 
     name, ranks, gpu, tp, kv_cache_dtype = "fake", "virtual", None, 1, "f32"
 
-    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, bad=None, fail=None, overlaps=False):
+    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, bad=None, fail=None, overlaps=False, max_logits=None):
         self.cfg = SimpleNamespace(vocab_size=vocab_size)
         self.num_slots, self.max_rows, self.max_model_len = num_slots, max_rows, max_model_len
+        self.max_logits = max_logits or max_rows
         self.num_pages = num_slots * -(-max_model_len // PAGE_SIZE) if num_pages is None else num_pages
         self.bad, self.fail, self.calls, self.closed = bad or (lambda tokens: False), fail or {}, 0, False
         self.cache = np.full((self.num_pages, PAGE_SIZE), EMPTY)
@@ -89,6 +90,7 @@ class FakeBackend:
         hold(len(rows.slots) == len(rows.positions) == n, "arrays of different length")
         hold(np.all(np.diff(rows.logit_rows) > 0) and all(0 <= r < n for r in rows.logit_rows), "logit_rows not rising")
         hold(1 + np.count_nonzero(np.diff(rows.slots)) == len(set(rows.slots.tolist())), "rows of a slot are not neighbours")
+        hold(len(rows.logit_rows) <= self.max_logits, f"logits of {len(rows.logit_rows)} rows")
         self.rows, self.pending = rows, {}
         for r in range(n):
             self._take(*(int(x[r]) for x in (rows.slots, rows.token_ids, rows.positions)))

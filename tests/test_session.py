@@ -70,9 +70,9 @@ def test_arrays_are_the_callers_own(fake):
     assert not kept.any() and not out.any() and want.tobytes() == fake_logits([5, 6], VOCAB).tobytes()
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, 64])
-def test_more_tokens_than_a_step_has_rows(fake, max_rows):
-    llm, tokens = fake(max_rows=max_rows), list(range(10, 100))
+@pytest.mark.parametrize("max_rows, max_logits", [(1, 1), (3, 3), (64, 64), (32, 7)])
+def test_more_tokens_than_a_step_has_rows(fake, max_rows, max_logits):
+    llm, tokens = fake(max_rows=max_rows, max_logits=max_logits), list(range(10, 100))
     session = llm.prefill(tokens[:40])
     assert says(session, tokens[:40]) and llm.backend.row_counts == [min(max_rows, 40 - i) for i in range(0, 40, max_rows)]
     session.feed(tokens[40:50])

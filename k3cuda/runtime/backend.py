@@ -76,6 +76,7 @@ class Backend(Protocol):
     gpu: str | None       # name of the GPU; None on the CPU
     tp: int
     max_rows: int
+    max_logits: int       # rows of a step that may want logits
     num_slots: int
     num_pages: int        # pages of the MLA cache, PAGE_SIZE tokens each
     max_model_len: int    # tokens a slot can hold

@@ -80,8 +80,9 @@ class ByHand:
             before = f"{len(ids)} tokens behind {held.length}" if held.length else f"{len(ids)} tokens"
             raise PromptTooLong(f"found {before}, the context holds {self._context}", "raise max_model_len")
         out = self._backend.new_logits(len(ids) if every else 1)
-        for start in range(0, len(ids), self._backend.max_rows):
-            chunk = ids[start:start + self._backend.max_rows]
+        most = min(self._backend.max_rows, self._backend.max_logits) if every else self._backend.max_rows
+        for start in range(0, len(ids), most):
+            chunk = ids[start:start + most]
             n, is_last = len(chunk), start + len(chunk) == len(ids)
             wanted = range(n) if every else [n - 1] * is_last
             self._step(held, chunk, wanted)

@@ -78,6 +78,10 @@ class CudaBackend:
 
     # ---- runtime/backend.py ----
 
+    @property
+    def max_logits(self) -> int:
+        return self.memories[0].dims["head_rows"]
+
     def open_slot(self, slot: int, pages) -> None:
         self._page_tables[slot] = -1
         self._page_tables[slot, :len(pages)] = pages

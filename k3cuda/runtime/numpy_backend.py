@@ -64,6 +64,7 @@ class NumpyBackend:
         slot_pages = -(-self.max_model_len // PAGE_SIZE)
         self.num_pages = slot_pages * max_batch
         self.dims = step_dims(self.cfg, tp=tp, slots=max_batch, pages=self.num_pages, slot_pages=slot_pages)
+        self.max_logits = self.dims["head_rows"]
         num = Numerics(activation_dtype, kv_cache_dtype)
         self.models = [Model(self.cfg, num, r, tp) for r in range(tp)]
         self.arenas = [_arena(self.dims, self.plan.aliases) for _ in range(tp)]

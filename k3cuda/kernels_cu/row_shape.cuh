@@ -88,7 +88,7 @@ struct RowChoice {
   static constexpr int kWM = kNT == 1 ? (kMany ? 1 : kTileBytes > 48 * 1024 ? max_of(4 / kWK, 1) : max_of(min_of(4 / kWK, 48 * 1024 / kTileBytes), kPair ? 2 : 1))
                                       : kMany ? max_of(8 / kWK, kPair ? 2 : 1) : max_of(4 / kWK, kPair ? 2 : 1);
   static constexpr int kGroupBytes = kTileBytes / kCS * kMT * kWM;
-  static constexpr int kRing = min_of(kNT == 1 ? 100 * 1024 : kNT == 8 && !kStream ? 48 * 1024 : 64 * 1024, kGroupBytes);
+  static constexpr int kRing = min_of(kNT == 1 ? 100 * 1024 : kNT == 8 && !kStream ? 40 * 1024 : 64 * 1024, kGroupBytes);
   // Few tokens: the copy's size counts, other warps' copies are on their way meanwhile. More: the warp works long enough on one copy
   // for the next to be there.
   static constexpr int kChunk = max_of(2048, min_of(8192, kRing / ((kNT == 1 ? 3 : 2) * kWK * kWM * kMT)));

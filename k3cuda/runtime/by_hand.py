@@ -1,4 +1,4 @@
-"""Sequences that a caller feeds himself, beside the requests of the engine."""
+"""Sequences fed by hand, beside the requests of the engine."""
 from dataclasses import dataclass
 
 import numpy as np

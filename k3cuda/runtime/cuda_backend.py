@@ -154,7 +154,7 @@ class CudaBackend:
         cupy.get_default_memory_pool().free_all_blocks()
 
     def _after_caller(self) -> None:
-        """What follows on our stream waits for what the caller's stream does with buffers that he has."""
+        """What follows on our stream waits for what the caller's stream does with buffers."""
         if self._is_lent:
             self.stream.wait_event(cupy.cuda.get_current_stream().record())
 

@@ -54,7 +54,7 @@ class Engine:
         seeds: gives `getrandbits`, for requests without a seed.
 
     Attributes:
-        by_hand: sequences that a caller feeds himself, between steps.
+        by_hand: sequences that a caller feeds, between steps.
     """
 
     def __init__(self, backend: Backend, *, clock: Callable[[], float] = time.perf_counter, seeds: random.Random | None = None):

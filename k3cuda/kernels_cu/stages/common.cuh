@@ -43,12 +43,20 @@ struct ProductStage : StageDefaults {
                        kCluster = Shape::kCS, kSmem = Shape::kSmem;
 };
 
-// ffn_out of one row: the ranks' parts, neighbours first. The whole block.
-K3_DEVICE void sum_to_ffn_out(const Step& s, const float* parts, int row) {
-  for (int i = threadIdx.x; i < kHiddenSize; i += blockDim.x) {
-    int at = row * kHiddenSize + i;
-    ffn_out(s)[at] = tree_sum<kRanks>(parts + at, kMaxRows * kHiddenSize);
+// A stage that is elementwise over the hidden size: row blockIdx.x, a run of columns a block along y.
+struct ElementStage : StageDefaults {
+  static constexpr int kRun = 512, kBlocks = kRows, kBlocksY = ceil_div(kHiddenSize, kRun), kThreads = 256;
+  template <class Body>
+  static __device__ void columns(Body&& body) {
+    int end = min_of(int(blockIdx.y + 1) * kRun, kHiddenSize);
+    for (int i = blockIdx.y * kRun + threadIdx.x; i < end; i += kThreads) body(int(blockIdx.x), i);
   }
+};
+
+// An element of ffn_out: the ranks' parts, neighbours first.
+K3_DEVICE void sum_to_ffn_out(const Step& s, const float* parts, int row, int column) {
+  int at = row * kHiddenSize + column;
+  ffn_out(s)[at] = tree_sum<kRanks>(parts + at, kMaxRows * kHiddenSize);
 }
 
 // [b tanh(g / b) sigmoid(g)] [c tanh(u / c)]: the sigmoid takes the raw gate.

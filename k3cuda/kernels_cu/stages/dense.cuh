@@ -22,12 +22,11 @@ struct dense_down : ProductStage<tiles_of(kHiddenSize), kDenseDownProjLeaves, kD
   }
 };
 
-struct dense_sum : StageDefaults {
-  static constexpr int kBlocks = kRows, kThreads = 256;
+struct dense_sum : ElementStage {
   static __device__ void run(const Step& s, const OpArgs&) {
     grid_wait();
     grid_launch_next();
-    sum_to_ffn_out(s, dense_parts(s), blockIdx.x);
+    columns([&](int row, int i) { sum_to_ffn_out(s, dense_parts(s), row, i); });
   }
 };
 

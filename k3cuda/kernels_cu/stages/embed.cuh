@@ -5,26 +5,25 @@
 namespace stage {
 
 // The rank that owns a token's row gives it, the others zero.
-struct embed : StageDefaults {
-  static constexpr int kBlocks = kRows, kThreads = 256;
+struct embed : ElementStage {
   static __device__ void run(const Step& s, const OpArgs& op) {
     grid_wait();
     grid_launch_next();
-    int row = blockIdx.x, own = token_ids(s)[row] - s.rank * kOwnVocabSize;
+    int own = token_ids(s)[blockIdx.x] - s.rank * kOwnVocabSize;
     bool mine = own >= 0 && own < kOwnVocabSize;
     const bf16* from = w_embed_tokens(op) + size_t(mine ? own : 0) * kHiddenSize;
-    for (int i = threadIdx.x; i < kHiddenSize; i += kThreads)
-      put_embed_partial(s, row, i, mine ? bf16_to_float(from[i]) : 0.f);
+    columns([&](int row, int i) { put_embed_partial(s, row, i, mine ? bf16_to_float(from[i]) : 0.f); });
   }
 };
 
-struct embed_sum : StageDefaults {
-  static constexpr int kBlocks = kRows, kThreads = 256;
+struct embed_sum : ElementStage {
   static __device__ void run(const Step& s, const OpArgs&) {
     grid_wait();
     grid_launch_next();
-    sum_to_ffn_out(s, embed_parts(s), blockIdx.x);
-    for (int i = threadIdx.x; i < kHiddenSize; i += kThreads) hidden(s)[blockIdx.x * kHiddenSize + i] = 0.f;
+    columns([&](int row, int i) {
+      sum_to_ffn_out(s, embed_parts(s), row, i);
+      hidden(s)[row * kHiddenSize + i] = 0.f;
+    });
   }
 };
 

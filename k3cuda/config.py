@@ -171,8 +171,11 @@ def _read_keys(top: dict, problems: list[str]) -> dict:
         problems.append(f"text_config.model_type: found {text.get('model_type')!r:.60}, wanted {TEXT_MODEL_TYPE!r}")
     if top.get("tie_word_embeddings", False) is not False:
         problems.append(f"tie_word_embeddings: found {top['tie_word_embeddings']!r}, wanted False")
-    linear = text.get("linear_attn_config")
-    values = {}
+    for prefix, level in ("", top), ("text_config.", text):
+        formats = level.get("quantization_config")
+        if isinstance(formats, dict) and (scheme := formats.get("kv_cache_scheme")) is not None:
+            problems.append(f"{prefix}quantization_config.kv_cache_scheme: found {scheme!r:.60}, wanted null: caches are scaled by 1")
+    linear, values = text.get("linear_attn_config"), {}
     _read_level(text, K3Config, FIXED, "text_config.", values, problems, skip={"linear_attn_config", *TOKEN_IDS})
     if isinstance(linear, dict):
         inner = {}

@@ -279,6 +279,14 @@ def test_unknown_text_tensors(folder):
     assert "no 1 tensor: language_model.model.norm.weight" in found[0] and f"1 tensor: {name} of no known kind" in found[1]
 
 
+def test_scale_of_a_cache_is_no_tensor_of_the_release(folder):
+    """Caches are scaled by 1: a scale that nobody reads must not be passed over."""
+    name = key(0, "self_attn.kv_scale")
+    edit_header(folder / shard(1), lambda h: rename(h, key(0, "input_layernorm.weight"), name))
+    edit_index(folder, lambda m: m.__setitem__(name, shard(1)))
+    assert f"1 tensor: {name} of no known kind" in "\n".join(findings(folder))
+
+
 def test_config_for_another_model(folder):
     edit_json(folder / "config.json", lambda c: c["text_config"].__setitem__("num_experts", 8))
     found = "\n".join(findings(folder))

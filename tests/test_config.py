@@ -123,6 +123,9 @@ def test_low_rank_gate():
     (linear_key("full_attn_layers", [*MLA_LAYERS[:-1], 94]), "wanted each of 1..93 once"),
     (linear_key("kda_layers", "all"), "kda_layers: found 'all', wanted a list of integers"),
     (linear_key("kda_layers", [True]), "kda_layers: found [True]"),
+    (lambda c: c["text_config"]["quantization_config"].__setitem__("kv_cache_scheme", {"num_bits": 8, "type": "float"}),
+     "text_config.quantization_config.kv_cache_scheme: found {'num_bits': 8, 'type': 'float'}, wanted null: caches are scaled by 1"),
+    (lambda c: c.__setitem__("quantization_config", {"kv_cache_scheme": {}}), "quantization_config.kv_cache_scheme: found {}, wanted null"),
 ])
 def test_contradictions_and_unknown_keys(change, words):
     assert words in problem_of(change)

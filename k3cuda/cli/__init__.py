@@ -5,6 +5,7 @@ from .. import __version__
 from .bench import bench
 from .chat import chat
 from .check import check
+from .compile import compile
 from .generate import generate
 from .group import Group
 from .info import info
@@ -26,5 +27,5 @@ def main():
     """
 
 
-for command in (generate, chat, tokenize, info, check, plan, bench):
+for command in (generate, chat, tokenize, info, check, plan, compile, bench):
     main.add_command(command)

@@ -3,7 +3,7 @@ import ctypes
 from dataclasses import dataclass
 
 from ..errors import DeviceError
-from .machine import gpu_problem, probe_driver
+from .machine import architecture, gpu_problem, old_driver, probe_driver
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,8 @@ def open_device(index: int = 0) -> Device:
     gpu, cu = found.gpus[index], driver()
     if problem := gpu_problem(gpu):
         raise DeviceError(problem, "use --decode-backend reference")
-    line, supported = _bindings_line(), int(found.cuda.split(".")[0])
-    if supported < line:
-        raise DeviceError(f"the driver supports CUDA {found.cuda} and the packages are for {line}",
-                          "pip install 'k3cuda[cu12]', or a driver of the 580 series or newer")
+    if problem := old_driver(found, _bindings_line()):
+        raise DeviceError(*problem)
     try:
         check(cu.cuInit(0))
     except RuntimeError as e:   # the bindings didn't find libcuda, though it is there
@@ -65,7 +63,7 @@ def open_device(index: int = 0) -> Device:
     kinds = cu.CUdevice_attribute
     sms, shared = (check(cu.cuDeviceGetAttribute(kind, device)) for kind in (
         kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
-    return Device(index, gpu.name, f"sm_{gpu.compute_capability.replace('.', '')}a", sms, shared)
+    return Device(index, gpu.name, architecture(gpu.compute_capability), sms, shared)
 
 
 def require_gpu(index: int = 0) -> Device:

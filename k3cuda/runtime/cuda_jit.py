@@ -16,15 +16,16 @@ from importlib.resources import files
 from pathlib import Path
 
 from ..errors import CompileError, DeviceError
-from .machine import probe_nvrtc
+from .machine import CAPABILITIES, REFUSED_CAPABILITIES, architecture, probe_nvrtc
 
 log = logging.getLogger("k3cuda")
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+ARCHS = tuple(map(architecture, CAPABILITIES))
+REFUSED = {architecture(capability): why for capability, why in REFUSED_CAPABILITIES.items()}
 KERNELS = Path(str(files("k3cuda") / "kernels_cu"))
 # fmad=false: whether the compiler contracts a * b + c must not decide bytes; kernels write fmaf where they mean it.
 OPTIONS = ("--std=c++17", "--fmad=false", "-default-device", "--no-source-include", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
-STRICT = ("--ptxas-options=-Werror",)   # spills become errors: for tests and packagers, not for users
+STRICT = ("--ptxas-options=-Werror",)   # spills become errors: for tests and packagers, not for users; the cubin is the same
 _CUBIN, _SOURCE, _LOG = "kernel.cubin", "kernel.cu", "kernel.log"
 
 
@@ -53,7 +54,7 @@ class Compiled:
 
 
 def compile_cuda(source: str, arch: str, *, headers: dict[str, str] | None = None, options=(), strict: bool = False,
-                 name: str = "kernels") -> Compiled:
+                 name: str = "kernels", into: Path | None = None) -> Compiled:
     """Compiles one translation unit, or finds it in the cache.
 
     Args:
@@ -63,25 +64,31 @@ def compile_cuda(source: str, arch: str, *, headers: dict[str, str] | None = Non
         options: more NVRTC options.
         strict: warnings of ptxas, spills above all, are errors.
         name: what the unit is called in messages.
+        into: a folder that exists and takes the place of the cache's.
     Raises:
         CompileError: the code doesn't compile. DeviceError: no NVRTC, or one that doesn't know `arch`.
     """
     nvrtc, version = _nvrtc()
     headers = headers or {}
-    options = (f"--gpu-architecture={arch}", *OPTIONS, *(STRICT if strict else ()), *options)
+    options = (f"--gpu-architecture={arch}", *OPTIONS, *options)
     digest = cache_key(source, headers, options, version, arch)
-    found = _find(digest)
+    found = _find(digest, into)
     if found:
-        return Compiled(arch, (found / _CUBIN).read_bytes(), (found / _LOG).read_text(), found, True)
+        compiled = Compiled(arch, (found / _CUBIN).read_bytes(), (found / _LOG).read_text(), found, True)
+        if strict and "ptxas warning" in compiled.log:
+            raise _compile_error(name, arch, compiled.log, found)
+        return compiled
     if f"sm_{_number(arch)}" not in _supported(nvrtc):
         raise DeviceError(f"NVRTC {version} doesn't know {arch}", "install a newer nvidia-cuda-nvrtc")
-    root, kept = _writable_root()
+    root, kept = (str(into), True) if into else _writable_root()
     folder = Path(tempfile.mkdtemp(prefix=f".{digest}-", dir=root))
     try:
         for file, text in {**headers, _SOURCE: source}.items():
             (folder / file).write_text(text)
-        cubin, text, ok = _run(nvrtc, source, (*options, f"-I{folder}", f"-I{KERNELS}", *_toolkit()))
+        cubin, text, ok = _run(nvrtc, source, (*options, *(STRICT if strict else ()), f"-I{folder}", f"-I{KERNELS}", *_toolkit()))
         (folder / _LOG).write_text(text)
+        if not ok and "libnvrtc-builtins" in text:
+            raise DeviceError("NVRTC's library of built-in functions isn't found", "install NVRTC again: pip install --force-reinstall its wheel")
         if not ok:
             failed = _move(folder, Path(root) / f"failed-{digest}")
             raise _compile_error(name, arch, text, failed)
@@ -123,8 +130,8 @@ def parse_resources(text: str) -> dict[str, Resources]:
 
 # ---- cache folders ----
 
-def _find(digest: str) -> Path | None:
-    roots = [os.environ.get("K3CUDA_CUBIN_DIR"), cache_dir()]
+def _find(digest: str, into: Path | None) -> Path | None:
+    roots = [into] if into else [os.environ.get("K3CUDA_CUBIN_DIR"), cache_dir()]
     return next((Path(r) / digest for r in roots if r and (Path(r) / digest / _CUBIN).is_file()), None)
 
 
@@ -181,7 +188,8 @@ def _nvrtc():
 
 def _number(arch: str) -> str:
     if arch not in ARCHS:
-        raise DeviceError(f"architecture {arch!r} isn't supported", f"the kernels run on {', '.join(ARCHS)}")
+        why = f": {REFUSED[arch]}" if arch in REFUSED else ""
+        raise DeviceError(f"architecture {arch!r} isn't supported{why}", f"the kernels run on {', '.join(ARCHS)}; elsewhere use --decode-backend reference")
     return re.sub(r"\D", "", arch)
 
 
@@ -220,7 +228,7 @@ def _run(nvrtc, source: str, options) -> tuple[bytes, str, bool]:
 
 
 def _compile_error(name: str, arch: str, text: str, folder: Path) -> CompileError:
-    errors = re.findall(r"^(.*?error.*)$", text, re.M | re.I)
+    errors = re.findall(r"^(.*?error.*)$", text, re.M | re.I) or re.findall(r"^ *(ptxas warning.*)$", text, re.M)
     count = re.search(r"(\d+) errors? detected", text)
     number = int(count.group(1)) if count else max(len(errors), 1)
     first = re.sub(r"^\S*/(?=\w+\.cuh?\b)", "", errors[0].strip()) if errors else (text.strip().splitlines() or ["no message"])[0]

@@ -2,6 +2,7 @@
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from ..config import MAX_ROWS
 from ..emit import H200_SMS, NO_PROBES, Probes, build_files, kernels_of
@@ -9,6 +10,9 @@ from ..plan import Plan
 from .cuda_driver import Launch, Module
 from .cuda_jit import Compiled, compile_cuda
 
+# Multiprocessors of the GPUs of an architecture: a cubin is for one number, since kernels spread over all of them. H200 132, as its driver
+# says; others as published: H100 SXM 132, B200 148, GB200 152, GB300 152, B300 148. Any other GPU compiles for itself at its first step.
+GPU_SMS = {"sm_90a": (132,), "sm_100a": (148, 152), "sm_103a": (152, 148)}
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, MAX_ROWS)  # a step runs in the smallest that holds its rows
 
 
@@ -17,11 +21,11 @@ def bucket_of(rows: int) -> int:
 
 
 def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True,
-                   probes: Probes = NO_PROBES, strict: bool = False) -> Compiled:
-    """The cubin of every stage for steps of up to `rows` rows. Needs no GPU."""
+                   probes: Probes = NO_PROBES, strict: bool = False, into: Path | None = None) -> Compiled:
+    """The cubin of every stage for steps of up to `rows` rows. Needs no GPU. `strict`, `into`: as compile_cuda."""
     headers = build_files(plan, rows, kv_cache_dtype, sms=sms, ride=ride, probes=probes)
     source = headers.pop("kernels.cu")
-    return compile_cuda(source, arch, headers=headers, strict=strict, name=f"the step for {rows} rows")
+    return compile_cuda(source, arch, headers=headers, strict=strict, name=f"the step for {rows} rows", into=into)
 
 
 def compile_buckets(plan: Plan, buckets, kv_cache_dtype: str, arch: str, **options) -> list[Compiled]:

@@ -25,7 +25,9 @@ PACKAGES = {
 LINES = ("cu13", "cu12")
 REFERENCE, STANDARD, LATENCY_SPECIALIZED = DECODE_BACKENDS = ("reference", "standard", "latency_specialized")
 NOT_BUILT = {LATENCY_SPECIALIZED: "not in this version yet"}
-MIN_CAPABILITY = (9, 0)   # Hopper: the kernels use its copy engine and barriers
+# Compute capabilities that the kernels are built for: they use the copy engine and the barriers that came with 9.0.
+CAPABILITIES = ("9.0", "10.0", "10.3")
+REFUSED_CAPABILITIES = {"12.0": "a block has 99 KB of shared memory there, and the kernels are laid out for 227"}   # newer, and why not ours
 # What cuInit says where a reader needs more than its name.
 _INIT_HINTS = {
     100: "no GPU is visible; see CUDA_VISIBLE_DEVICES, and --gpus for containers",
@@ -150,10 +152,18 @@ def _package_problems(driver: Driver, versions: dict[str, str | None]) -> list[s
         problems.append(f"{problem}: pip install --force-reinstall {next(n for n, (_, e) in PACKAGES.items() if e == line and 'nvrtc' in n)}")
     if bindings and not bindings.startswith(line[2:]):
         problems.append(f"cuda-bindings {bindings} and {_cupy(line)} are of different CUDA lines: pip install 'k3cuda[{line}]'")
-    if driver.cuda and line == "cu13" and _number(driver.cuda) < (13, 0):
-        problems.append(f"the driver supports CUDA {driver.cuda} and the packages are for 13: install a driver of the 580 series or newer, "
-                        "or 'k3cuda[cu12]' in an environment of its own")
+    if problem := old_driver(driver, int(line[2:])):
+        problems.append(": ".join(problem))
     return problems
+
+
+def old_driver(driver: Driver, line: int) -> tuple[str, str] | None:
+    """What is wrong and the way out where the driver is older than packages of CUDA `line`; None where it isn't."""
+    if not driver.cuda or _number(driver.cuda) >= (line, 0):
+        return None
+    out = {12: "install a driver of the 525 series or newer",
+           13: "install a driver of the 580 series or newer, or 'k3cuda[cu12]' in an environment of its own"}
+    return f"the driver supports CUDA {driver.cuda} and the packages are for {line}", out[line]
 
 
 def _gpu_problem(driver: Driver) -> str | None:
@@ -163,9 +173,16 @@ def _gpu_problem(driver: Driver) -> str | None:
 
 def gpu_problem(gpu: Gpu) -> str | None:
     """Why the kernels cannot run on this GPU, or None."""
-    if _number(gpu.compute_capability) >= MIN_CAPABILITY:
+    found = gpu.compute_capability
+    if found in CAPABILITIES:
         return None
-    return f"{gpu.name} has compute capability {gpu.compute_capability}; the kernels need {'.'.join(map(str, MIN_CAPABILITY))} or newer"
+    wanted = f"need {CAPABILITIES[0]} or newer" if _number(found) < _number(CAPABILITIES[0]) else f"are built for {', '.join(CAPABILITIES)}"
+    return f"{gpu.name} has compute capability {found}; the kernels {wanted}" + (f": {why}" if (why := REFUSED_CAPABILITIES.get(found)) else "")
+
+
+def architecture(capability: str) -> str:
+    """What compilers call a compute capability, with everything that only it has: "sm_90a" for "9.0"."""
+    return f"sm_{capability.replace('.', '')}a"
 
 
 def decode_backends(driver: Driver, versions: dict[str, str | None]) -> list[dict]:

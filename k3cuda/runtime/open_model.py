@@ -1,4 +1,5 @@
 """From what the user calls a model to a backend that runs it. Everything that can be refused is refused before weights are read."""
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from ..config import MAX_ROWS, token_ids
 from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
 from .backend import Backend
 from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
+
+log = logging.getLogger("k3cuda")
 
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "fp8_e4m3")
 ACTIVATION_DTYPES = ("f32", "bf16")
@@ -51,6 +54,8 @@ def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_mode
     finally:
         if checkpoint is not model:
             checkpoint.close()
+    if backend.kv_cache_dtype == "fp8_e4m3":
+        log.info("the checkpoint has no scale for an fp8_e4m3 cache: 1 is used")
     return Model(backend, tokenizer, dict(checkpoint.generation_config), eos_ids, no_tokenizer)
 
 

@@ -1,0 +1,88 @@
+"""`k3cuda compile`: what it writes is what the backend looks for, and what it refuses."""
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+
+from command import ROOT, k3  # noqa: E402
+from models import headdims  # noqa: E402
+
+from k3cuda.emit import NO_PROBES  # noqa: E402
+from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.runtime import cuda_backend, cuda_jit  # noqa: E402
+from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
+from k3cuda.runtime.cuda_driver import Device  # noqa: E402
+
+MODEL = ROOT / "tests/data/k3-headdims"
+H200 = Device(0, "NVIDIA H200", "sm_90a", 132, 227 << 10)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """(folder, the document) of one run."""
+    folder = tmp_path_factory.mktemp("kernels") / "made" / "cubin"
+    args = ["compile", MODEL, "--tp", 1, "--rows", "1,2", "--arch", "sm_90a", "--output", folder, "--json"]
+    done = k3(*args)
+    assert len(done.stderr.splitlines()) == 2 and b"2 of 2: sm_90a, 132 multiprocessors" in done.stderr
+    return folder, json.loads(done.stdout)
+
+
+def test_the_document(filled):
+    folder, found = filled
+    assert found["folder"] == str(folder) and found["files"] == 2 and found["nvrtc"] == cuda_jit.nvrtc_version()
+    assert [(c["arch"], c["sms"], c["rows"], c["kv_cache_dtype"], c["was_there"]) for c in found["cubins"]] == [
+        ("sm_90a", 132, 1, "bf16", False), ("sm_90a", 132, 2, "bf16", False)]
+    assert found["bytes"] == sum((folder / c["folder"] / "kernel.cubin").stat().st_size for c in found["cubins"])
+    shown, = re.findall(r"```json compile\n(.*?)```", (ROOT / "docs/cli.md").read_text(encoding="utf-8"), re.S)
+    shown = json.loads(shown)
+    assert set(shown) == set(found) and set(shown["cubins"][0]) == set(found["cubins"][0])
+
+
+def test_the_backend_finds_it_and_compiles_nothing(filled, monkeypatch, tmp_path):
+    """A backend on a GPU of that kind, made without its memory: its own call for kernels."""
+    folder, _ = filled
+    monkeypatch.setenv("K3CUDA_CUBIN_DIR", str(folder))
+    monkeypatch.setenv("K3CUDA_CACHE_DIR", str(tmp_path / "unused"))
+    monkeypatch.setattr(cuda_jit, "_run", lambda *args: pytest.fail("it compiles"))
+    monkeypatch.setattr(cuda_backend, "BucketKernels", lambda plan, rows, compiled, ride: SimpleNamespace(compiled=compiled))
+    be = object.__new__(CudaBackend)
+    be.plan, be.kv_cache_dtype, be.device, be.ride, be.probes, be._kernels = build_plan(headdims().cfg, 1), "bf16", H200, True, NO_PROBES, {}
+    for rows in (1, 2):
+        compiled = be.kernels(rows).compiled
+        assert compiled.from_cache and compiled.folder.parent == folder
+    assert not (tmp_path / "unused").exists()
+
+
+def test_again_it_finds_everything(filled):
+    folder, _ = filled
+    done = k3("compile", MODEL, "--tp", 1, "--rows", "2", "--arch", "sm_90a", "--output", folder)
+    assert b"was there" in done.stderr and re.match(rb"1 cubins, \d\.\d MB, ", done.stdout)
+
+
+def test_another_number_of_multiprocessors_is_another_cubin(filled, monkeypatch):
+    folder, found = filled
+    done = json.loads(k3("compile", MODEL, "--tp", 1, "--rows", "1", "--arch", "sm_90a", "--sms", "114", "--output", folder, "--json").stdout)
+    assert done["cubins"][0]["folder"] not in {c["folder"] for c in found["cubins"]} and done["cubins"][0]["sms"] == 114
+
+
+@pytest.mark.parametrize("args, code, words", [
+    (["--arch", "sm_90a,sm_120a"], 5, "--arch: sm_120a isn't supported: a block has 99 KB of shared memory there"),
+    (["--arch", "sm_80"], 2, "--arch: found 'sm_80', wanted sm_90a, sm_100a, sm_103a"),
+    (["--kv-cache-dtype", "bf16,fp4"], 2, "--kv-cache-dtype: found 'fp4', wanted bf16, fp8_e4m3"),
+    (["--rows", "0"], 2, "wanted integers from 1 to"),
+    (["--tp", "3"], 3, "1, 2, 4, 8, 16"),
+])
+def test_refusals(tmp_path, args, code, words):
+    done = k3("compile", "--output", tmp_path / "out", *args, code=code)
+    assert words in done.stderr.decode() and done.stdout == b"" and not (tmp_path / "out").exists()
+
+
+def test_folder_that_cannot_be_filled(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert b"file" in k3("compile", "--output", tmp_path / "file", code=2).stderr
+    assert b"cannot be made" in k3("compile", "--output", tmp_path / "file" / "below", code=2).stderr
+    assert b"--output" in k3("compile", code=2).stderr

@@ -3,15 +3,26 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-name=${1:?"name one of: tests, bench_core, sanitize"}
+names="tests, sanitize, step, stages, experts, hops, torch, official, bench_core, bench_cores, bench_mla, bench_sample, trace"
+name=${1:?"name one of: $names"}
 shift
+k3cuda() { python3 -m k3cuda "$@"; }
+out=${OUT:-docs/benchmarks}
 case $name in
   tests) exec python3 -m pytest -m gpu tests/gpu "$@" ;;
-  bench_core) exec python3 scripts/bench_core.py "$@" ;;
   sanitize)
     for tool in memcheck initcheck racecheck; do
       # Probes for newer driver calls are reported as API errors. racecheck does not see that st.async orders what it signals.
       compute-sanitizer --tool "$tool" --report-api-errors no --print-limit 20 --error-exitcode 1 python3 -m pytest -q -m gpu tests/gpu "$@"
     done ;;
-  *) echo "gpu.sh: no $name; tests, bench_core or sanitize" >&2; exit 2 ;;
+  # The files of docs/performance.md, each by its name, in $OUT or docs/benchmarks; scripts/make_performance.py makes the page of them.
+  step) k3cuda bench step -v --rank 3 --rows 1,2,4,8,16,32,64 --context 1,8K,128K --stages --output "$out/step.json" "$@" ;;
+  experts) k3cuda bench step -v --rank 3 --rows 1,8,64 --context 8K --experts 16,120,613 --stages --output "$out/experts.json" "$@" ;;
+  hops) k3cuda bench step -v --rank 3 --rows 1,8 --hop-delay-us 0,2.5 --output "$out/hops.json" "$@" ;;
+  torch) python3 scripts/compare_torch.py --output "$out/torch.json" "$@" ;;
+  official) for part in step experts hops torch; do sh scripts/gpu.sh "$part"; done ;;
+  stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
+  bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
+  trace) exec python3 scripts/trace_step.py "$@" ;;
+  *) echo "gpu.sh: no $name; $names" >&2; exit 2 ;;
 esac

@@ -1,0 +1,208 @@
+"""Makes docs/performance.md from the JSON files under docs/benchmarks/; a test holds the page to them.
+
+    python scripts/make_performance.py
+
+A table is there only if its file is. `causes.json` says of every missed target what bounds it; without that there is no page.
+"""
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/performance.md"
+FILES = ("step", "experts", "hops", "torch", "prefill", "idle")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
+STAGE_ROWS, STAGE_CONTEXT = (1, 8, 64), 8192
+LONG = 131072
+CAUSES = "causes.json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One promise: `measured(data)` gives the numbers it is judged by, the worst first, and how they are shown; None where none were taken."""
+
+    name: str
+    what: str
+    wanted: str
+    limit: float
+    is_most: bool
+    measured: Callable
+    shown: str = "{:.2f}"
+
+    def met(self, value: float) -> bool:
+        return value <= self.limit if self.is_most else value >= self.limit
+
+
+def steps(data, **wanted) -> list[dict]:
+    return [s for s in data.get("step", {}).get("steps", ()) if all(s[k] == v for k, v in wanted.items())]
+
+
+def ratios(**wanted):
+    return lambda data: [s["ratio_to_floor"] for s in steps(data, **wanted)]
+
+
+def attention(rows: int):
+    return lambda data: [100 * stage["of_ceiling"] for group in data.get("step", {}).get("stages", ()) for stage in group["stages"]
+                         if (group["rows"], group["context"], stage["stage"]) == (rows, LONG, "mla_attend")]
+
+
+def against_torch(rows: int):
+    return lambda data: [c["ratio"] for c in data.get("torch", {}).get("comparison", ()) if c["rows"] == rows]
+
+
+def prompts(data):
+    return [p["rows_a_second"] for p in data.get("prefill", {}).get("prompts", ()) if p["context"] == 8192]
+
+
+def idle(data):
+    return [case["idle_us_median"] for case in data.get("idle", ())]
+
+
+TARGETS = (
+    Target("step_1", "whole step, 1 row, any context", "at most 2.0 x the floor", 2.0, True, ratios(rows=1)),
+    Target("step_8", "whole step, 8 rows, any context", "at most 1.5 x the floor", 1.5, True, ratios(rows=8)),
+    Target("step_64", "whole step, 64 sequences of 8K, FP8 cache", "at most 1.6 x the floor", 1.6, True, ratios(rows=64, sequences=64, context=8192)),
+    Target("torch_1", "BF16 products of a layer against torch, 1 row", "at least 2 x faster", 2.0, False, against_torch(1)),
+    Target("torch_8", "BF16 products of a layer against torch, 8 rows", "at least 2 x faster", 2.0, False, against_torch(8)),
+    Target("mla_1", "latent attention at 128K, FP8 cache, 1 row", "at least 80 % of the ceiling", 80, False, attention(1), "{:.0f}"),
+    Target("mla_8", "latent attention at 128K, FP8 cache, 8 rows", "at least 65 % of the ceiling", 65, False, attention(8), "{:.0f}"),
+    Target("prefill", "prefill, 8K prompt", "at least 8,000 tokens a second", 8000, False, prompts, "{:,.0f}"),
+    Target("idle", "GPU idle between steps, median", "at most 5 µs", 5, True, idle),
+)
+
+CHECKS = """## What every number has passed
+
+A timed step that fails one of these ends the run with code 8 and no number (`runtime/cuda_bench_checks.py`).
+
+| what could fool us | what closes it |
+| --- | --- |
+| routing collapses on random weights | distinct experts are counted on the device, layer by layer, and the floor uses the count; forced routings beside it |
+| weights or caches sit in the L2 cache | all layers in turn, each with weights of its own; a result above the read ceiling fails. Stages whose bytes of all layers together are below 128 MiB are marked: no such claim is made of them |
+| a low ceiling flatters | read ceiling of the same run; below 4.4 TB/s on an H200 the run is void |
+| loop back hides peers | a rank writes all 16 places and reads all 16 parts, by plain stores and loads, which kernel boundaries order; every place is compared afterwards; steps are timed again with a delay behind every collective |
+| the step computes nonsense | logits equal, byte for byte, those of the same rows run kernel by kernel, without overlap, in another bucket, from buffers full of NaN; in every context, for the widest step of up to 8 rows, a layer of every kind, both ends and the commit are compared with the NumPy reference, operation by operation |
+| stale data looks fresh | a step of other tokens runs first and leaves its values in every exchange buffer |
+| replays differ | states are put back before each replay; the last one's logits and experts equal the first's |
+
+The floor is the bytes that any step must read, over the ceiling: weights and chosen experts once, every KDA state once, the caches of all
+contexts. Our own commit reads the states again; that is counted as a cost, not as floor. Collectives are looped back, so times leave out
+what crosses GPUs. ms are medians of 20 replays of step and commit as CUDA graphs.
+"""
+
+
+def load(folder: Path) -> dict:
+    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in FILES if (folder / f"{name}.json").exists()}
+
+
+def page(folder: Path = FOLDER) -> str:
+    """The whole page. Raises SystemExit where a target is missed and causes.json does not say why."""
+    data = load(folder)
+    causes = json.loads((folder / CAUSES).read_text(encoding="utf-8")) if (folder / CAUSES).exists() else {}
+    parts = ["# Performance\n\nMade by `scripts/make_performance.py` from `docs/benchmarks/*.json`; do not edit. One rank of 16 of the full model (93 layers) with random "
+             "weights on one GPU,\nunless a table says otherwise. `scripts/gpu.sh NAME` makes a file; under a table stands the command that made this one."]
+    parts += [targets(data, causes), CHECKS.rstrip()]
+    parts += [made for name, make in (("step", whole_steps), ("step", stages), ("step", latent_attention), ("experts", experts), ("hops", hops),
+                                      ("torch", torch), ("prefill", prefill), ("idle", gaps)) if name in data and (made := make(data[name]))]
+    missing = [f"`{name}`" for name in FILES if name not in data]
+    parts += [f"Not measured yet: {', '.join(missing)}."] if missing else []
+    return "\n\n".join(parts) + "\n"
+
+
+def table(head: list[str], rows: list[list]) -> str:
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *rows])
+
+
+def source(name: str, found: dict) -> str:
+    versions = found["versions"]
+    return (f"\n\n`{name}.json`: commit {found['commit']}, {found['gpu']}, driver {found['driver']}, NVRTC {versions['nvrtc']}, clocks {found['clocks']}; "
+            f"`{found['command']}`")
+
+
+def targets(data: dict, causes: dict) -> str:
+    rows = []
+    for t in TARGETS:
+        values = sorted(t.measured(data), reverse=t.is_most)
+        if not values:
+            continue
+        met = t.met(values[0])
+        if not met and t.name not in causes:
+            raise SystemExit(f"{t.what}: {t.shown.format(values[0])}, wanted {t.wanted}: say what bounds it under {t.name!r} in {CAUSES}")
+        rows.append([t.what, t.wanted, t.shown.format(values[0]), "yes" if met else f"no: {causes[t.name]}"])
+    body = table(["what", "wanted", "measured, the worst", "met"], rows) if rows else "Nothing has been measured yet."
+    return f"## Targets\n\n{body}"
+
+
+def kilo(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
+def whole_steps(found: dict) -> str:
+    rows = [[s["rows"], s["sequences"], kilo(s["context"]), f"{s['ms']:.3f}", f"{s['rows_a_second']:,.0f}", f"{s['floor_ms']:.3f}", f"{s['ratio_to_floor']:.2f}",
+             f"{s['us_a_layer']:.1f}", s["distinct_experts"]] for s in found["steps"]]
+    first = found["steps"][0]
+    skipped = "".join(f"\n- {s['rows']} rows of {s['sequences']} at {kilo(s['context'])} not run: {s['reason']}" for s in found["skipped"])
+    head = ["rows", "sequences", "context", "ms", "rows a second", "floor, ms", "x floor", "µs a layer", "experts a layer"]
+    return (f"## Whole steps\n\n{first['kv_cache_dtype']} cache, rank {first['rank']} of {first['tp']}, {found['layers']} layers, read ceiling "
+            f"{first['ceiling_tb_s']:.2f} TB/s.\n\n{table(head, rows)}" + ("\n" + skipped if skipped else "") + source("step", found))
+
+
+def stages(found: dict) -> str:
+    groups = {g["rows"]: {s["stage"]: s for s in g["stages"]} for g in found["stages"] if g["context"] == STAGE_CONTEXT and g["rows"] in STAGE_ROWS}
+    if not groups:
+        return ""
+    rows = []
+    for name, one in next(iter(groups.values())).items():
+        cells = [(f"{s['us']:.1f}", f"{100 * s['of_ceiling']:.0f}{'*' if s['fits_cache'] else ''}" if s["mb"] else "")
+                 for s in (group[name] for group in groups.values())]
+        rows.append([f"`{name}`", one["operations"], *(c for pair in cells for c in pair)])
+    rows.append(["all of a step", "", *(c for group in groups.values() for c in (f"{sum(s['us_a_step'] for s in group.values()):.0f}", ""))])
+    head = ["stage", "in a step", *(c for n in groups for c in (f"{n} row{'s' * (n > 1)}: µs", "% of ceiling"))]
+    return (f"## Stages\n\nContext {kilo(STAGE_CONTEXT)}. Each stage alone: its operations of all layers in turn, behind one another. In a step neighbours overlap, so the "
+            f"sum is not the step.\n`*`: the bytes of all its layers may lie in a cache.\n\n{table(head, rows)}")
+
+
+def latent_attention(found: dict) -> str:
+    rows = [[g["rows"], g["sequences"], kilo(g["context"]), f"{s['us']:.1f}", f"{s['mb']:.1f}", f"{s['gb_s']:.0f}", f"{100 * s['of_ceiling']:.0f}"]
+            for g in found["stages"] for s in g["stages"] if s["stage"] == "mla_attend" and g["context"] >= STAGE_CONTEXT]
+    head = ["rows", "sequences", "context", "µs a layer", "MB of cache", "GB/s", "% of ceiling"]
+    return f"## Latent attention\n\nPartial results and their combination together.\n\n{table(head, rows)}" if rows else ""
+
+
+def experts(found: dict) -> str:
+    by_run = {(g["rows"], g["forced_experts"]): {s["stage"]: s for s in g["stages"]} for g in found["stages"]}
+    rows = []
+    for s in found["steps"]:
+        stage = by_run.get((s["rows"], s["forced_experts"]), {})
+        cells = [f"{stage[n]['us']:.1f} ({100 * stage[n]['of_ceiling']:.0f})" if n in stage else "" for n in ("expert_up", "moe_down")]
+        rows.append([s["rows"], s["forced_experts"], f"{s['ms']:.3f}", f"{s['ratio_to_floor']:.2f}", *cells])
+    head = ["rows", "experts a layer", "ms a step", "x floor", "w1, w3: µs (% of ceiling)", "w2 and shared-down: µs (% of ceiling)"]
+    return f"## Forced routings\n\nThe rows choose exactly so many distinct experts in every layer.\n\n{table(head, rows)}" + source("experts", found)
+
+
+def hops(found: dict) -> str:
+    rows = [[s["rows"], s["hop_delay_us"], s["delayed_hops"], f"{s['ms']:.3f}", f"{s['ratio_to_floor']:.2f}"] for s in found["steps"]]
+    head = ["rows", "delay a hop, µs", "delayed stages", "ms a step", "x floor"]
+    return (f"## Slower links\n\nEverything that a stage behind a collective waits for comes so much later; what it reads before stays early.\n\n{table(head, rows)}"
+            + source("hops", found))
+
+
+def torch(found: dict) -> str:
+    rows = [[c["rows"], c["torch_us"], c["ours_us"], c["ratio"], c["torch_with_f_b_us"], c["ours_with_kda_mix_us"], c["ratio_with_middle"], c["floor_us"]]
+            for c in found["comparison"]]
+    head = ["rows", "torch, µs", "ours, µs", "faster", "torch with f_b, µs", "ours with the whole KDA middle, µs", "faster", "floor, µs"]
+    return (f"## Against torch and cuBLAS\n\nBF16 products of one KDA + MoE layer ({found['mb']} MB), torch {found['versions']['torch']}, both in CUDA graphs over "
+            f"{found['layers']} layers' weights in the same run; `scripts/compare_torch.py` says\nwhat stands on either side.\n\n{table(head, rows)}" + source("torch", found))
+
+
+def prefill(found: dict) -> str:
+    rows = [[kilo(p["context"]), p["steps"], f"{p['ms']:.1f}", f"{p['rows_a_second']:,.0f}", f"{p['ratio_to_floor']:.2f}"] for p in found["prompts"]]
+    return "## Prefill\n\n" + table(["prompt", "steps", "ms", "tokens a second", "x floor"], rows) + source("prefill", found)
+
+
+def gaps(found: list) -> str:
+    rows = [[c["model"], c["rows"], c["sampling"], c["idle_us_median"], c["idle_us_p99"], c["step_us_median"]] for c in found]
+    return "## Between steps\n\n" + table(["model", "rows", "sampling", "idle, µs, median", "99th percentile", "step, µs"], rows) + "\n\n`idle.json`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,84 @@
+"""docs/performance.md is what its JSON files say, and hides no miss."""
+import importlib.util
+import json
+
+import pytest
+from command import ROOT
+
+spec = importlib.util.spec_from_file_location("make_performance", ROOT / "scripts/make_performance.py")
+made = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(made)
+
+RUN = {"commit": "abc", "versions": {"nvrtc": "13.0", "torch": "2.11"}, "gpu": "NVIDIA H200", "driver": "580", "clocks": "1980 MHz", "command": "k3cuda bench"}
+
+
+def step(rows=1, context=8192, ratio=1.25, **more):
+    return {"rows": rows, "sequences": rows if rows > 8 else 1, "context": context, "ms": ratio * 2, "rows_a_second": rows / ratio, "floor_ms": 2.0, "ratio_to_floor": ratio,
+            "us_a_layer": 21.5, "distinct_experts": 16.0, "ceiling_tb_s": 4.5, "tp": 16, "rank": 3, "kv_cache_dtype": "fp8_e4m3", "forced_experts": 0,
+            "hop_delay_us": 0.0, "delayed_hops": 0} | more
+
+
+def stage(name, share, mb=1.0, fits=False):
+    return {"stage": name, "operations": 24, "us": 10.0, "us_a_step": 240.0, "mb": mb, "gb_s": 4500 * share, "of_ceiling": share, "fits_cache": fits}
+
+
+def group(rows, context, *stages, forced=0):
+    return {"rows": rows, "sequences": 1, "context": context, "forced_experts": forced, "stages": list(stages)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def put(name, **found):
+        (tmp_path / f"{name}.json").write_text(json.dumps(found | RUN))
+    put("step", layers=93, skipped=[{"rows": 64, "sequences": 64, "context": 131072, "reason": "no room"}], steps=[step(), step(context=131072, ratio=1.5), step(64)],
+        stages=[group(1, 8192, stage("mla_attend", 0.5), stage("route", 0.0, 0.0)), group(1, 131072, stage("mla_attend", 0.85))])
+    return tmp_path, put
+
+
+def test_the_page_is_up_to_date():
+    assert (ROOT / "docs/performance.md").read_text(encoding="utf-8") == made.page(), "run scripts/make_performance.py"
+
+
+def test_a_table_is_there_only_if_its_file_is(folder):
+    path, put = folder
+    page = made.page(path)
+    assert "| 1 | 1 | 8K | 2.500 |" in page and "| 1 | 1 | 128K | 3.000 |" in page and "64 rows of 64 at 128K not run: no room" in page
+    assert "| `mla_attend` | 24 | 10.0 | 50 |" in page and "| `route` | 24 | 10.0 |  |" in page and "| all of a step |  | 480 |" in page
+    assert "## Against torch" not in page and "Not measured yet: `experts`, `hops`, `torch`, `prefill`, `idle`." in page
+    put("torch", layers=9, mb=79.0, comparison=[{"rows": 1, "torch_us": 44.6, "ours_us": 20.0, "ratio": 2.23, "torch_with_f_b_us": 47.0, "ours_with_kda_mix_us": 22.0,
+                                                 "ratio_with_middle": 2.14, "floor_us": 17.3}])
+    page = made.page(path)
+    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `experts`, `hops`, `prefill`, `idle`." in page
+
+
+def test_the_worst_of_all_contexts_is_judged_and_a_miss_needs_its_cause(folder):
+    path, put = folder
+    assert "| whole step, 1 row, any context | at most 2.0 x the floor | 1.50 | yes |" in made.page(path)
+    put("step", layers=93, skipped=[], stages=[], steps=[step(ratio=1.2), step(context=131072, ratio=2.5)])
+    with pytest.raises(SystemExit, match="1 row, any context: 2.50, wanted at most 2.0 x the floor: say what bounds it under 'step_1' in causes.json"):
+        made.page(path)
+    (path / "causes.json").write_text(json.dumps({"step_1": "hand-over"}))
+    assert "| 2.50 | no: hand-over |" in made.page(path)
+
+
+def test_every_other_table(folder):
+    path, put = folder
+    put("experts", steps=[step(8, forced_experts=120, ratio=1.4)], stages=[group(8, 8192, stage("expert_up", 0.9), stage("moe_down", 0.7), forced=120)])
+    put("hops", steps=[step(hop_delay_us=2.5, delayed_hops=462)])
+    put("prefill", prompts=[{"context": 8192, "steps": 32, "ms": 800.0, "rows_a_second": 10240.0, "ratio_to_floor": 1.3}])
+    (path / "idle.json").write_text(json.dumps([{"model": "m", "rows": 1, "sampling": {"temperature": 0}, "idle_us_median": 2.5, "idle_us_p99": 3.0, "step_us_median": 900.0}]))
+    page = made.page(path)
+    for line in ("| 8 | 120 | 2.800 | 1.40 | 10.0 (90) | 10.0 (70) |", "| 1 | 2.5 | 462 | 2.500 | 1.25 |", "| 8K | 32 | 800.0 | 10,240 | 1.30 |", "| m | 1 |",
+                 "| prefill, 8K prompt | at least 8,000 tokens a second | 10,240 | yes |", "| GPU idle between steps, median | at most 5 µs | 2.50 | yes |"):
+        assert line in page, line
+
+
+@pytest.mark.parametrize("name", [name for name in made.FILES if name not in ("prefill", "idle")])
+def test_every_file_has_a_command(name):
+    script = (ROOT / "scripts/gpu.sh").read_text(encoding="utf-8")
+    assert f"\n  {name}) " in script and f"/{name}.json" in script
+
+
+def test_causes_and_targets_name_each_other():
+    causes = made.FOLDER / made.CAUSES
+    assert not causes.exists() or set(json.loads(causes.read_text(encoding="utf-8"))) <= {t.name for t in made.TARGETS}

@@ -183,15 +183,19 @@ def stored_shapes(weight: Weight, dims: dict[str, int]) -> list[tuple[int, ...]]
     return [tuple(dims[n] for n in names) for names in weight.stored or (weight.shape,)]
 
 
+def checkpoint_keys(weight: Weight, layer: int | None, cfg: K3Config) -> list[str]:
+    """The names of a weight's tensors: one, or one an expert."""
+    if not weight.per_expert:
+        return [checkpoint_key(weight, layer)]
+    before, after = checkpoint_key(weight, layer, "*").split("*")
+    return [f"{before}{expert}{after}" for expert in range(cfg.num_experts)]
+
+
 def expected_tensors(cfg: K3Config):
     """Yields (checkpoint key, weight, layer, expert) for every tensor of the released text model."""
     for layer, w in all_weights(cfg):
-        if not w.per_expert:
-            yield checkpoint_key(w, layer), w, layer, None
-            continue
-        before, after = checkpoint_key(w, layer, "*").split("*")
-        for expert in range(cfg.num_experts):
-            yield f"{before}{expert}{after}", w, layer, expert
+        for expert, key in enumerate(checkpoint_keys(w, layer, cfg)):
+            yield key, w, layer, expert if w.per_expert else None
 
 
 def num_tensors(cfg: K3Config) -> int:

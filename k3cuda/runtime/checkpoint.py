@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config import K3Config, token_ids
 from ..errors import CheckpointError, ConfigError
-from ..weights import Weight, checkpoint_key, expected_tensors, num_tensors, stored_shapes
+from ..weights import Weight, all_weights, checkpoint_key, checkpoint_keys, expected_tensors, num_tensors, stored_shapes
 from .downloads import no_text
 from .findings import Finding, counted, error_of, shown
 from .sampling import SamplingParams
@@ -157,23 +157,35 @@ def match(cfg: K3Config, shards: Shards) -> list[Finding]:
     dims, count = cfg.dims(), num_tensors(cfg)
     if count > MAX_TENSORS:
         return [Finding(str(shards.folder / CONFIG), f"{count:,} tensors called for", f"at most {MAX_TENSORS:,}", _OTHER_FILES)]
-    shapes: dict[str, list[tuple[int, ...]]] = {}
-    missing, wrong_shape, wrong_dtype, wanted = [], [], [], set()
-    for key, weight, _, _ in expected_tensors(cfg):
-        wanted.add(key)
-        file = shards.owner.get(key)
-        if file is None:
-            if key not in shards.listed and key not in shards.unusable:
-                missing.append(key)
+    missing, wrong_shape, wrong_dtype, found = [], [], [], 0
+    owner = shards.owner
+    for layer, weight in all_weights(cfg):
+        allowed = stored_shapes(weight, dims)
+        keys = checkpoint_keys(weight, layer, cfg)
+        files = list(map(owner.get, keys))
+        found += len(files) - files.count(None)
+        if files.count(files[0]) == len(files) and files[0] and _kinds(files[0], keys) == {(weight.dtype, allowed[0])}:
             continue
-        tensor = file.tensors[key]
-        allowed = shapes.get(weight.name) or shapes.setdefault(weight.name, stored_shapes(weight, dims))
-        if tensor.shape not in allowed:
-            wrong_shape.append((key, file, list(tensor.shape), list(allowed[0])))
-        if tensor.dtype != weight.dtype:
-            wrong_dtype.append((key, file, tensor.dtype, weight.dtype))
-    unknown = [key for names in (shards.owner, shards.listed) for key in names if key not in wanted]
-    return _report(shards, missing, wrong_shape, wrong_dtype, list(dict.fromkeys(unknown)))
+        for key, file in zip(keys, files):
+            if file is None:
+                if key not in shards.listed and key not in shards.unusable:
+                    missing.append(key)
+                continue
+            dtype, shape, *_ = file.tensors[key]
+            if shape not in allowed:
+                wrong_shape.append((key, file, list(shape), list(allowed[0])))
+            if dtype != weight.dtype:
+                wrong_dtype.append((key, file, dtype, weight.dtype))
+    unknown = {}
+    if found < len(owner) or shards.listed:
+        wanted = {key for key, *_ in expected_tensors(cfg)}
+        unknown = dict.fromkeys(key for names in (owner, shards.listed) for key in names if key not in wanted)
+    return _report(shards, missing, wrong_shape, wrong_dtype, list(unknown))
+
+
+def _kinds(file, keys: list[str]) -> set[tuple]:
+    """Every (dtype, shape) among some tensors of a file."""
+    return {tensor[:2] for tensor in map(file.tensors.__getitem__, keys)}
 
 
 def _report(shards: Shards, missing, wrong_shape, wrong_dtype, unknown) -> list[Finding]:

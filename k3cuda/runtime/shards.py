@@ -1,14 +1,15 @@
 """The files of a checkpoint: which exist, what their headers say, and whether the index tells the truth."""
-import json
 import os
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 
 from ..config import RELEASED
 from ..weights import SKIPPED_PREFIXES
+from . import strict_json
 from .downloads import hub_leftovers, no_text, partial_download
 from .findings import AGAIN, Finding, counted, shown
-from .safetensors_file import SafetensorsFile, object_hook
+from .safetensors_file import SafetensorsFile
 
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
 MAX_INDEX = 256_000_000  # bytes; the release's index has about 60 million
@@ -25,7 +26,8 @@ class Shards:
     files: dict[str, SafetensorsFile] = field(default_factory=dict)  # by file name, in the index's order
     owner: dict[str, SafetensorsFile] = field(default_factory=dict)  # tensor name -> file; the first that has it
     twice: dict[str, SafetensorsFile] = field(default_factory=dict)  # tensor name -> a second file that has it
-    listed: dict[str, str] = field(default_factory=dict)             # tensor name -> file name, by the index
+    listed: dict[str, str] = field(default_factory=dict)             # tensor name -> file name, by the index; not those that lie there
+    unlisted: dict[Path, list[str]] = field(default_factory=dict)    # file -> names of its tensors that the index does not have
     unusable: set[str] = field(default_factory=set)                  # tensor names that stand somewhere, but wrongly
     unreadable: set[str] = field(default_factory=set)                # file names without a header that can be used
     text_bytes: int = 0
@@ -67,7 +69,6 @@ def _scan_without_index(shards: Shards) -> None:
 
 
 def _read_index(shards: Shards) -> None:
-    repeated = []
     if kind := no_text(shards.index):
         shards.add(shards.index, kind[0], _WANTED, kind[1])
         return
@@ -77,7 +78,7 @@ def _read_index(shards: Shards) -> None:
             shards.add(shards.index, f"{size:,} bytes", f"at most {MAX_INDEX:,}", AGAIN)
             return
         data = shards.index.read_bytes()
-        top = json.loads(data.decode("utf-8"), object_pairs_hook=object_hook(repeated))
+        top, repeated, _ = strict_json.loads(data)
     except OSError as e:
         shards.add(shards.index, f"an error on reading ({e.strerror or e})", "a readable file", "check permissions and disk")
         return
@@ -95,24 +96,30 @@ def _read_index(shards: Shards) -> None:
     _check_total(shards, top.get("metadata"))
 
 
+def _file_name(name) -> str | None:
+    return name if isinstance(name, str) else None
+
+
 def inside(name) -> bool:
     """True for a plain file name: a shard must lie in the checkpoint's own folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def _read_map(shards: Shards, weight_map: dict) -> None:
-    outside = {name if isinstance(name, str) else None for name in weight_map.values()}
-    outside = {name for name in outside if not inside(name)}
+    names = set(map(_file_name, weight_map.values()))
+    outside = {name for name in names if not inside(name)}
     if outside:
         bad = [key for key, name in weight_map.items() if not isinstance(name, str) or name in outside]
         shards.add(shards.index, f"{shown(bad[0])} in the file {shown(repr(weight_map[bad[0]]), 60)}"
                    + (f", and {len(bad) - 1} more like it" if len(bad) > 1 else ""), "a file name without a folder", AGAIN)
         shards.unusable.update(bad)
         weight_map = {key: name for key, name in weight_map.items() if isinstance(name, str) and name not in outside}
-    shards.listed = {key: name for key, name in weight_map.items() if not key.startswith(SKIPPED_PREFIXES)}
-    text_files = list(dict.fromkeys(shards.listed.values()))
-    shards.skipped_files = sorted(set(weight_map.values()) - set(text_files))
-    shards.skipped_tensors = len(weight_map) - len(shards.listed)
+    skipped = [key for key in weight_map if key.startswith(SKIPPED_PREFIXES)]
+    skipped_files = set(map(weight_map.pop, skipped))
+    shards.listed = weight_map
+    text_files = list(dict.fromkeys(weight_map.values()))
+    shards.skipped_files = sorted(skipped_files.difference(text_files))
+    shards.skipped_tensors = len(skipped)
     missing = [name for name in shards.skipped_files if not os.path.exists(shards.folder / name)]
     if missing:
         shards.notes.append(f"{counted(missing, 'skipped shard')} not there: not needed")
@@ -149,21 +156,35 @@ def _scan_one(shards: Shards, name: str) -> None:
         return
     shards.files[name] = file
     shards.unusable |= file.malformed
-    text = {key: file for key in file.tensors if not key.startswith(SKIPPED_PREFIXES)}
+    text = [key for key in file.tensors if not key.startswith(SKIPPED_PREFIXES)]
     if shards.index is None:
         shards.skipped_tensors += len(file.tensors) - len(text)
-    shards.text_bytes += sum(tensor.end - tensor.begin for key, tensor in file.tensors.items() if key in text)
-    if twice := text.keys() & shards.owner.keys():
-        shards.twice |= dict.fromkeys(sorted(twice), file)
-    shards.owner.update({key: text[key] for key in text.keys() - twice} if twice else text)
+    else:
+        _strike_off(shards, file, text)
+    shards.text_bytes += sum([end - begin for _, _, begin, end in map(file.tensors.__getitem__, text)])
+    owners = list(map(shards.owner.setdefault, text, repeat(file)))
+    if owners.count(file) < len(owners):
+        shards.twice |= dict.fromkeys(sorted(key for key, owner in zip(text, owners) if owner is not file), file)
+
+
+def _strike_off(shards: Shards, file: SafetensorsFile, keys: list[str]) -> None:
+    """Takes tensors that lie where the index says off `listed`: two copies of half a million names are 70 MB."""
+    here, names = file.path.name, list(map(shards.listed.pop, keys, repeat(None)))
+    if names.count(here) == len(names):
+        return
+    for key, name in zip(keys, names):
+        if name is None and key not in shards.owner:
+            shards.unlisted.setdefault(file.path, []).append(key)
+        elif name not in (None, here):
+            shards.listed[key] = name
 
 
 def _compare(shards: Shards) -> None:
     """What the index says against what the headers say."""
-    lost, moved, unlisted = {}, [], {}
+    lost, moved = {}, []
     for key, name in shards.listed.items():
         file = shards.files.get(name)
-        if file is None or key in file.tensors or key in file.malformed:
+        if file is None or key in file.malformed:
             continue
         if key in shards.owner:
             moved.append(key)
@@ -176,10 +197,7 @@ def _compare(shards: Shards) -> None:
         key = moved[0]
         shards.add(shards.index, f"{counted(moved, 'tensor')} listed in {shards.listed[key]}",
                    f"{shards.owner[key].path.name}, where it lies", AGAIN)
-    for key, file in shards.owner.items():
-        if key not in shards.listed:
-            unlisted.setdefault(file.path, []).append(key)
-    for path, keys in unlisted.items():
+    for path, keys in shards.unlisted.items():
         shards.add(path, f"{counted(keys, 'tensor')} that {shards.index.name} does not list", "only listed tensors",
                    _ONE_RELEASE)
 

@@ -74,7 +74,8 @@ DAMAGE = {
     "long integer": (file_bytes(b'{"x": ' + b"1" * 5000 + b"}"), "no JSON"),
     "a list": (file_bytes(b"[1, 2]"), "begins with"),
     "deep lists": (file_bytes(b'{"x":' + b"[" * 200_000), "no JSON"),
-    "deep objects": (file_bytes(b'{"x":' * 200_000), "no JSON"),
+    "deep objects": (file_bytes(b'{"x":' * 5_000), "no JSON"),
+    "many objects": (file_bytes(b'{"x":' * 200_000), "200,000 objects"),
     "duplicate": (file_bytes(b'{"x": %b, "x": %b}' % (EMPTY, EMPTY)), "1 repeated name: x"),
     "metadata": (file_bytes({"__metadata__": {"a": 1}, "x": entry()}, bytes(8)), "__metadata__"),
     "entry": (file_bytes({"x": 7}), "x with the entry 7"),
@@ -166,6 +167,37 @@ def test_memory_is_bounded(tmp_path, header):
     assert peak < 4 * len(content)
 
 
+def peak_of(tmp_path, content: bytes) -> int:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        SafetensorsFile.scan(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+SLACK = 1 << 20   # of small headers: what the reader itself needs
+
+
+@pytest.mark.parametrize("part", [b'{"":1}', b'{"":1 }' + b" " * 16, b"{}", b"[]", b"[0]", b"1.5", b"[[[[0]]]]", b'{"":{"":0}}'])
+def test_memory_of_the_densest_headers(tmp_path, part):
+    content = file_bytes(b'{"x":[' + part + (b"," + part) * (800_000 // len(part)) + b"]}")
+    assert peak_of(tmp_path, content) < 32 * len(content) + SLACK
+
+
+def test_a_long_header_is_refused_unread(tmp_path):
+    path = tmp_path / "a.safetensors"
+    with path.open("wb") as f:
+        f.write((MAX_HEADER + 1).to_bytes(8, "little") + b"{")
+        f.truncate(2 * MAX_HEADER)
+    tracemalloc.start()
+    (finding,) = SafetensorsFile.scan(path)[1]
+    assert "header length 100,000,001" in finding.found and tracemalloc.get_traced_memory()[1] < SLACK
+    tracemalloc.stop()
+
+
 def official(content: bytes) -> bool:
     """Whether the safetensors package accepts a file."""
     try:
@@ -209,6 +241,15 @@ _entries = st.fixed_dictionaries(
 @given(st.dictionaries(_names, _entries | _json, max_size=3), st.integers(0, 20))
 def test_odd_headers(tmp_path, header, size):
     accepted(tmp_path, file_bytes(header, bytes(size)))
+
+
+@settings(PROPERTY, max_examples=60)
+@given(st.one_of(_json, _entries), st.integers(1, 3000), st.booleans())
+def test_memory_follows_the_header(tmp_path, value, count, named):
+    part = json.dumps(value)
+    parts = [f'"{i}":{part}' if named else part for i in range(count)]
+    content = file_bytes(('{' if named else '{"x":[').encode() + ",".join(parts).encode() + (b"}" if named else b"]}"))
+    assert peak_of(tmp_path, content) < 32 * len(content) + SLACK
 
 
 _tensors = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), max_size=5)

@@ -18,6 +18,7 @@ def loads(data: bytes) -> tuple[object, list[str], bool]:
     value = json.loads(text, parse_float=number, parse_constant=_no_constant)
     # Every pair has a colon, and a repeated name loses its pair: equal counts prove that none is lost, without a call for each object.
     if data.count(b":") != _pairs(value):
+        value = None   # never both at once
         value = json.loads(text, object_pairs_hook=_hook(repeated))
     return value, repeated, not odd
 

@@ -16,8 +16,8 @@ case $name in
       compute-sanitizer --tool "$tool" --report-api-errors no --print-limit 20 --error-exitcode 1 python3 -m pytest -q -m gpu tests/gpu "$@"
     done ;;
   # The files of docs/performance.md, each by its name, in $OUT or docs/benchmarks; scripts/make_performance.py makes the page of them.
-  step) k3cuda bench step -v --rank 3 --rows 1,2,4,8,16,32,64 --context 1,8K,128K --stages --output "$out/step.json" "$@" ;;
-  experts) k3cuda bench step -v --rank 3 --rows 1,8,64 --context 8K --experts 16,120,613 --stages --output "$out/experts.json" "$@" ;;
+  step) k3cuda bench step -v --rank 3 --rows 1,2,4,8,16,32,64 --context 1,8K,128K --stages 1,8,64 --output "$out/step.json" "$@" ;;
+  experts) k3cuda bench step -v --rank 3 --rows 1,8,64 --context 8K --experts 16,120,613 --stages 1,8,64 --output "$out/experts.json" "$@" ;;
   hops) k3cuda bench step -v --rank 3 --rows 1,8 --hop-delay-us 0,2.5 --output "$out/hops.json" "$@" ;;
   torch) python3 scripts/compare_torch.py --output "$out/torch.json" "$@" ;;
   official) for part in step experts hops torch; do sh scripts/gpu.sh "$part"; done ;;

@@ -80,7 +80,7 @@ A timed step that fails one of these ends the run with code 8 and no number (`ru
 | weights or caches sit in the L2 cache | all layers in turn, each with weights of its own; a result above the read ceiling fails. Stages whose bytes of all layers together are below 128 MiB are marked: no such claim is made of them |
 | a low ceiling flatters | read ceiling of the same run; below 4.4 TB/s on an H200 the run is void |
 | loop back hides peers | a rank writes all 16 places and reads all 16 parts, by plain stores and loads, which kernel boundaries order; every place is compared afterwards; steps are timed again with a delay behind every collective |
-| the step computes nonsense | logits equal, byte for byte, those of the same rows run kernel by kernel, without overlap, in another bucket, from buffers full of NaN; in every context, for the widest step of up to 8 rows, a layer of every kind, both ends and the commit are compared with the NumPy reference, operation by operation |
+| the step computes nonsense | logits equal, byte for byte, those of the same rows run kernel by kernel, without overlap, in another bucket, from buffers full of NaN; of the widest step of up to 8 rows a layer of every kind, both ends and the commit are compared with the NumPy reference, operation by operation; in every further context, the layers that look at it |
 | stale data looks fresh | a step of other tokens runs first and leaves its values in every exchange buffer |
 | replays differ | states are put back before each replay; the last one's logits and experts equal the first's |
 

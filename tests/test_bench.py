@@ -151,3 +151,25 @@ def test_delay_is_in_kernels_behind_a_collective_and_in_no_other():
     targets = {m.target for s in STAGES for m in s.moves}
     used = {op.stage for op in plan.ops}
     assert clocks == {kernels_of(s)[0] for s in used if targets & set(s.inputs)} and len(clocks) > 5
+
+
+# ---- what stands beside a number ----
+
+@pytest.mark.parametrize("known, changed, wanted", [(True, "", "abc"), (True, " M runtime/cuda_jit.py", "abc-dirty"), (False, "", "abc-untracked")])
+def test_commit_is_of_the_package_that_runs(monkeypatch, known, changed, wanted):
+    from k3cuda.runtime import surroundings
+
+    answers = {"rev-parse": "abc", "ls-files": "__init__.py" if known else None, "status": changed or None}
+    monkeypatch.setattr(surroundings, "_said", lambda *command: answers[command[3]])
+    assert surroundings._commit() == wanted
+    monkeypatch.setattr(surroundings, "_said", lambda *command: None)
+    assert surroundings._commit() is None
+
+
+def test_surroundings_have_the_keys_that_programs_read():
+    from k3cuda.runtime.cuda_driver import Device
+    from k3cuda.runtime.surroundings import surroundings
+
+    found = surroundings(Device(0, "NVIDIA H200", "sm_90a", 132, 1))
+    assert {"commit", "versions", "gpu", "clocks", "command"} <= set(found) and found["gpu"] == "NVIDIA H200"
+    assert {"k3cuda", "nvrtc", "numpy"} <= set(found["versions"])

@@ -73,7 +73,7 @@ _FLAGS = (
 
 @bench.command(cls=options.Command)
 @options.model(default="kimi-k3")
-@options.flags(*_FLAGS, options.flag("--stages", is_flag=True, help="Time every stage as well."))
+@options.flags(*_FLAGS, options.flag("--stages", type=Counts(MAX_ROWS), metavar="ROWS", help="Time every stage as well, in steps of so many rows."))
 def step(stages, output, **what):
     """Time decode steps of one true rank, commit included, and check them. Weights are random and made on the device; MODEL gives only the sizes.
 
@@ -83,7 +83,7 @@ def step(stages, output, **what):
         found = bench.step(walk)
         say(f"{found['rows']:3} rows of {found['sequences']:2}, context {found['context']:7}: {found['ms']:8.3f} ms, "
             f"{found['ratio_to_floor']:.2f} x the floor, {found['distinct_experts']} experts a layer")
-        return found, _stages(bench) if stages else None
+        return found, _stages(bench) if bench.rows in (stages or ()) else None
 
     _run(output, each, **what)
 
@@ -151,7 +151,7 @@ def _context(bench, probe, tokens, shapes, top_k, each, document) -> None:
                 fit.remove((s, n))
                 document["skipped"].append({"rows": s * n, "sequences": s, "context": tokens, "reason": e.message})
                 say(f"{s * n:3} rows of {s:2}, context {tokens:7}: skipped, {e.message}")
-    walked = max((s * n for s, n in fit if s * n <= ONE_SEQUENCE), default=0)
+    walked = 0 if probe.forced_experts or probe.hop_cycles else max((s * n for s, n in fit if s * n <= ONE_SEQUENCE), default=0)
     for s, n in fit:
         bench.place(s, n, max(tokens, n))
         step, stages = each(bench, s * n == walked)

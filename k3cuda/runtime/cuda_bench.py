@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import PAGE_SIZE, K3Config
 from ..emit import NO_PROBES, Probes, follows_collective
-from ..errors import BenchmarkError
+from ..errors import BenchmarkError, OutOfMemory
 from ..plan import Op, build_plan
 from .cuda_backend import CudaBackend
 from .cuda_bench_checks import check_experts, check_step, check_time, other_bucket, same_step
@@ -67,6 +67,13 @@ class StepBench:
     def open(self, sequences: int, max_model_len: int, probes: Probes = NO_PROBES) -> None:
         """Room for so many sequences of so many tokens, with random caches and states. Raises OutOfMemory where it does not fit."""
         self.close()
+        try:
+            self._open(sequences, max_model_len, probes)
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            self.close()
+            raise OutOfMemory(f"{sequences} x {max_model_len} tokens of cache do not fit beside the weights", "ask for fewer rows or a shorter context") from e
+
+    def _open(self, sequences: int, max_model_len: int, probes: Probes) -> None:
         self.backend = be = CudaBackend(
             self.source, self.tp, only_rank=self.rank if self.tp > 1 else None, max_batch=sequences, max_model_len=max_model_len,
             kv_cache_dtype=self.kv_cache_dtype, probes=probes, weights=lambda *_: self._weights)

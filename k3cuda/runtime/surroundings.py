@@ -18,11 +18,22 @@ def surroundings(device, program: str = "k3cuda", more_packages=()) -> dict:
         more_packages: distributions whose versions matter here beside our own.
     """
     versions = {name: version for name, version in package_versions().items() if version} | {name: metadata.version(name) for name in more_packages}
-    return {"commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+    return {"commit": _commit(),
             "versions": {"k3cuda": __version__} | versions | {"nvrtc": nvrtc_version()}, "gpu": device.name, "arch": device.arch,
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "clocks": _said("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader"),
             "command": " ".join([program, *sys.argv[1:]])}
+
+
+def _commit() -> str | None:
+    """Of the package that runs: with `-dirty` where its files differ from the commit's, with `-untracked` where git knows nothing of them."""
+    git = ("git", "-C", str(Path(__file__).parents[1]))
+    head = _said(*git, "rev-parse", "--short", "HEAD")
+    if head is None:
+        return None
+    if not _said(*git, "ls-files", "__init__.py"):
+        return head + "-untracked"
+    return head + "-dirty" * bool(_said(*git, "status", "--porcelain", "."))
 
 
 def _said(*command: str) -> str | None:

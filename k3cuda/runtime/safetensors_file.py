@@ -15,7 +15,8 @@ from .findings import AGAIN, Finding, counted, error_of, shown
 
 MAX_HEADER = 100_000_000  # the format's own limit
 MAX_VALUES = 8_000_000    # JSON values in a header: bounds memory; the whole release in one file would have 5 million
-MANY_OBJECTS, OBJECT_BYTES = 10_000, 24  # small objects in small text are what takes the most memory for its length
+# Small objects and lists in little text take the most memory for their length. A tensor's entry, one object and two lists, has 49 bytes.
+OBJECT_BYTES, LIST_BYTES, MANY = 24, 8, 10_000
 DTYPE_BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
     "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64,
@@ -165,9 +166,9 @@ def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding], bool]:
     values = header.count(b",") + header.count(b"{") + header.count(b"[") if len(header) > MAX_VALUES else 0
     if values > MAX_VALUES:
         raise _Bad(path, f"{values:,} values in the header", f"at most {MAX_VALUES:,}")
-    objects = header.count(b"{")
-    if objects > MANY_OBJECTS and objects * OBJECT_BYTES > len(header):
-        raise _Bad(path, f"{objects:,} objects in a header of {len(header):,} bytes", f"at most one in {OBJECT_BYTES} bytes: a tensor's takes twice that")
+    objects, lists = header.count(b"{"), header.count(b"[")
+    if objects + lists > MANY and objects * OBJECT_BYTES + lists * LIST_BYTES > len(header):
+        raise _Bad(path, f"{objects:,} objects and {lists:,} lists in a header of {len(header):,} bytes", "entries of tensors, which are longer")
     try:
         top, repeated, all_ints = strict_json.loads(header)
     except (ValueError, RecursionError) as e:

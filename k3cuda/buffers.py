@@ -11,7 +11,8 @@ from .config import MAX_ROWS, PAGE_SIZE, K3Config
 # How many bytes one value of the MLA cache takes on a GPU, by kv_cache_dtype.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "u8": 1, "kv": KV_BYTES["bf16"]}
-_LAYERED = ("num_kda_layers", "num_mla_layers")
+# Sizes that count parts of which an operation sees one; the last two are a draft model's layers and its drafts.
+_LAYERED = ("num_kda_layers", "num_mla_layers", "num_hidden_layers", "num_drafts")
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Buffer:
 
     @property
     def is_layered(self) -> bool:
-        """Whether its first axis has a part for each layer of one attention kind."""
+        """Whether its first axis has a part for each layer of one attention kind, or for each draft."""
         return self.shape[0] in _LAYERED
 
 
@@ -56,6 +57,7 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("kda_v", "num_kda_layers rows kda_num_heads kda_head_dim", "f32", "record", "after conv and SiLU", 2),
     _b("kda_decay", "num_kda_layers rows kda_num_heads kda_head_dim", "f32", "record", "log, in (gate_lower_bound, 0), per key channel", 2),
     _b("kda_beta", "num_kda_layers rows kda_num_heads", "f32", "record", "in (0, 1)", 2),
+    _b("taps", "rows num_taps hidden_size", "bf16", "record", "what a draft model reads of the layers it taps, before any norm; empty without one"),
 
     _b("embed_partial", "rows hidden_size", "f32", "step", "embedding row on the rank that owns it, zero elsewhere"),
     _b("embed_parts", "ranks rows hidden_size", "f32", "step", "embed_partial of every rank"),
@@ -106,10 +108,10 @@ BUFFERS: tuple[Buffer, ...] = (
 BY_NAME = {b.name: b for b in BUFFERS}
 
 
-def step_dims(cfg: K3Config, *, tp: int, rows: int = MAX_ROWS, slots: int, pages: int, slot_pages: int) -> dict[str, int]:
-    """Sizes of `K3Config.dims()` and those that belong to the machine: ranks, rows a step, slots and cache pages."""
+def step_dims(cfg: K3Config, *, tp: int, rows: int = MAX_ROWS, slots: int, pages: int, slot_pages: int, num_taps: int = 0) -> dict[str, int]:
+    """Sizes of `K3Config.dims()` and those that belong to the machine: ranks, rows a step, slots, cache pages, taps of a draft model."""
     return cfg.dims() | {"ranks": tp, "rows": rows, "head_rows": rows, "slots": slots, "pages": pages, "slot_pages": slot_pages,
-                         "page_size": PAGE_SIZE, "three": 3}
+                         "page_size": PAGE_SIZE, "three": 3, "num_taps": num_taps}
 
 
 def buffer_shape(buffer: Buffer, dims: dict[str, int]) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ class K3Config:
         Raises:
             ConfigError: file or key missing, value of the wrong kind, unknown key, or contradiction. It lists all of them.
         """
-        top, where = (source, "config") if isinstance(source, dict) else (_load_json(Path(source)), source)
+        top, where = (source, "config") if isinstance(source, dict) else (load_json(Path(source)), source)
         problems: list[str] = []
         values = _read_keys(top, problems)
         if problems:
@@ -138,7 +138,7 @@ class K3Config:
         }
 
 
-def _load_json(path: Path) -> dict:
+def load_json(path: Path) -> dict:
     path = path / "config.json" if path.is_dir() else path
     try:
         top = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
@@ -203,11 +203,11 @@ def _read_level(level: dict, cls, fixed: dict, prefix: str, values: dict, proble
         if field.name not in level:
             problems.append(f"{prefix}{field.name}: missing, wanted {_wanted(field.type)}")
             continue
-        values[field.name] = _value(level[field.name], field.type, prefix + field.name, problems)
+        values[field.name] = checked_value(level[field.name], field.type, prefix + field.name, problems)
     _refuse_unknown(level, known, prefix, problems)
 
 
-def _value(found, kind, name: str, problems: list[str]):
+def checked_value(found, kind, name: str, problems: list[str]):
     number = isinstance(found, (int, float)) and not isinstance(found, bool)
     if kind is int:
         if isinstance(found, int) and number and 0 <= found < 2**40:

@@ -19,7 +19,8 @@ def op_bytes(cfg: K3Config, op: Op, tp: int, rows: int) -> float:
     dims, total = cfg.dims(), 0.0
     for name in op.stage.weights:
         w = weights.BY_NAME[name]
-        users = sum(name in s.weights for s in STAGES)  # stages that share a weight (kv_b_proj) read a part of it each
+        # Stages that share a weight (kv_b_proj) read a part of it each; what takes a tap reads its own mix's weights once more.
+        users = sum(name in s.weights for s in STAGES if (s.where == "tap") == (op.stage.where == "tap"))
         if w.per_expert:
             total += rank_bytes(w, dims, tp, experts=1) * distinct_experts(cfg, rows) / users
         elif not w.uses_rows:

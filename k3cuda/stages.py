@@ -26,7 +26,7 @@ class Move:
 class Stage:
     name: str
     header: str                      # file under kernels_cu/stages and module under reference; "" for a collective
-    where: str                       # start, layer, kda, mla, dense, moe, end, commit
+    where: str                       # start, layer, kda, mla, dense, moe, tap, end, commit
     reads: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()     # every live row is defined afterwards, whatever was there
@@ -103,6 +103,11 @@ STAGES: tuple[Stage, ...] = (
     _s("routed_norm", "moe", "moe", reads="routed_parts", weights="routed_expert_norm", writes="routed_normed"),
     _s("latent_up", "moe", "moe", reads="routed_normed shared_parts", weights="latent_up", writes="moe_out_part"),
     _collective("moe_out_exchange", "moe", ("moe_out_part", "ffn_out", GATHER)),
+
+    # ---- for a draft model, behind the layers it reads (docs/dspark.md): none of these without one ----
+    _s("tap_prefix", "taps", "tap", reads="ffn_out hidden", updates="taps"),
+    _s("tap_mix", "taps", "tap", reads="ffn_out hidden res_blocks", weights="self_attention_res_norm self_attention_res_proj", updates="taps"),
+    _s("tap_output_mix", "taps", "tap", reads="ffn_out hidden res_blocks", weights="output_attn_res_norm output_attn_res_proj", updates="taps"),
 
     # ---- output ----
     _s("output_mix", "attn_res", "end", reads="logit_rows ffn_out hidden res_blocks",

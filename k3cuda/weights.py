@@ -36,9 +36,13 @@ class Weight:
     where: str                    # all, kda, mla, dense, moe (layers) or once
     cut: Cut | None = None        # None: every rank holds all of it
     stored: tuple[tuple[str, ...], ...] = ()  # shapes accepted in a file, the release's first; () means `shape`
-    per_expert: bool = False
+    count: str = ""               # size that counts its checkpoint tensors, which are held as one array, the count first; "": it is one
     mxfp4: str = ""               # "packed" or "scale": which half of an MXFP4 pair this is
     uses_rows: bool = False       # a step reads single rows of it, not the whole: no part of the byte floor
+
+    @property
+    def per_expert(self) -> bool:
+        return self.count == "num_experts"
 
 
 def _bf16(name, key, shape, where, cut=None, **more):
@@ -64,8 +68,8 @@ def _conv(which):
 
 def _expert(which, rows, packed, groups, cut):
     base = f"block_sparse_moe.experts.{{expert}}.{which}."
-    return (Weight(f"expert_{which}", base + "weight_packed", (rows, packed), "U8", "moe", cut, per_expert=True, mxfp4="packed"),
-            Weight(f"expert_{which}_scale", base + "weight_scale", (rows, groups), "U8", "moe", cut, per_expert=True, mxfp4="scale"))
+    return (Weight(f"expert_{which}", base + "weight_packed", (rows, packed), "U8", "moe", cut, count="num_experts", mxfp4="packed"),
+            Weight(f"expert_{which}_scale", base + "weight_scale", (rows, groups), "U8", "moe", cut, count="num_experts", mxfp4="scale"))
 
 
 _KDA_HEADS, _MLA_HEADS = Cut(0, "kda_num_heads"), Cut(0, "num_attention_heads")
@@ -206,7 +210,9 @@ def num_tensors(cfg: K3Config) -> int:
 def rank_bytes(weight: Weight, dims: dict[str, int], tp: int = 1, experts: int | None = None) -> int:
     """Bytes of one layer's `weight` that one of `tp` ranks holds; of `experts` experts where it has them, all by default."""
     n = prod(dims[name] for name in weight.shape) * DTYPE_BYTES[weight.dtype] // (tp if weight.cut else 1)
-    return n * (dims["num_experts"] if experts is None else experts) if weight.per_expert else n
+    if not weight.count:
+        return n
+    return n * (experts if weight.per_expert and experts is not None else dims[weight.count])
 
 
 def model_bytes(cfg: K3Config, tp: int = 1, widened: bool = False) -> int:
@@ -224,22 +230,31 @@ def checkpoint_bytes(cfg: K3Config) -> int:
 
 def legal_tps(cfg: K3Config) -> list[int]:
     """Every number of ranks this model can be cut into."""
-    return [tp for tp in LEGAL_TP if not _uneven(cfg, tp)]
+    return legal_cuts(WEIGHTS, cfg.dims())
 
 
 def check_tp(cfg: K3Config, tp: int) -> None:
     """Raises ConfigError if the model does not divide over `tp` ranks; the message names the sizes and the legal values."""
-    fit = f"{', '.join(map(str, legal_tps(cfg)))} fit this model"
+    check_cuts(WEIGHTS, cfg.dims(), tp)
+
+
+def legal_cuts(table, dims: dict[str, int]) -> list[int]:
+    """Every number of ranks that the weights of `table` can be cut into."""
+    return [tp for tp in LEGAL_TP if not _uneven(table, dims, tp)]
+
+
+def check_cuts(table, dims: dict[str, int], tp: int, what: str = "model") -> None:
+    """Raises ConfigError if the weights of `table` do not divide over `tp` ranks."""
+    fit = f"{', '.join(map(str, legal_cuts(table, dims)))} fit this {what}"
     if tp not in LEGAL_TP:
         raise ConfigError(f"tp {tp} is not one of {', '.join(map(str, LEGAL_TP))}", fit)
-    if bad := _uneven(cfg, tp):
-        what = ", ".join(f"{name} (in at most {parts} pieces)" for name, parts in bad.items())
-        raise ConfigError(f"{what} cannot be cut over {tp} ranks", fit)
+    if bad := _uneven(table, dims, tp):
+        names = ", ".join(f"{name} (in at most {parts} pieces)" for name, parts in bad.items())
+        raise ConfigError(f"{names} cannot be cut over {tp} ranks", fit)
 
 
-def _uneven(cfg: K3Config, tp: int) -> dict[str, int]:
-    dims = cfg.dims()
-    return {w.cut.size: parts for w in WEIGHTS if w.cut and (parts := cut_parts(w.cut, dims)) % tp}
+def _uneven(table, dims: dict[str, int], tp: int) -> dict[str, int]:
+    return {w.cut.size: parts for w in table if w.cut and (parts := cut_parts(w.cut, dims)) % tp}
 
 
 def rank_slice(weight: Weight, dims: dict[str, int], tp: int, rank: int) -> tuple[slice, ...]:

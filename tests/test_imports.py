@@ -9,7 +9,8 @@ import pytest
 import k3cuda
 
 ROOT = Path(k3cuda.__file__).parent
-DESCRIPTION = ["errors", "config", "weights", "buffers", "stages", "plan", "dataflow", "packing", "emit"]
+DESCRIPTION = ["errors", "config", "weights", "buffers", "stages", "plan", "draft_keys", "draft_rope", "draft_config", "draft_weights", "draft_buffers",
+               "draft_stages", "draft_plan", "dataflow", "packing", "emit"]
 GPU_PACKAGES = {"cupy", "cuda", "nccl"}
 FORBIDDEN = {"torch", "triton", "jax", "numba"}
 MAX_LINES = {".py": 300, ".cu": 350, ".cuh": 350}  # a file is read in one sitting

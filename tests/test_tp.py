@@ -80,7 +80,7 @@ def test_ranks_hold_nothing_but_their_slices(sixteen_heads):
     one, four = (backend(sixteen_heads, tp) for tp in (1, 4))
 
     def size(be, rank, names):
-        held = be._weights[rank][1]
+        held = be.program.weights[rank][1]
         return sum(np.size(held[n].packed) if hasattr(held[n], "packed") else np.size(held[n]) for n in names)
 
     cut, whole = ["kda_q_proj", "o_proj", "expert_w2", "router"], ["input_layernorm", "e_score_correction_bias"]

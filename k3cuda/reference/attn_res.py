@@ -8,7 +8,7 @@ import numpy as np
 from .numerics import inverse_rms, rms_norm, tree_sum
 
 
-def _mix(m, hidden, blocks, norm, proj):
+def mix(m, hidden, blocks, norm, proj):
     """Scores use the normed sources, the mixture the raw ones. hidden [n, H], blocks [j, n, H] in order of creation -> [n, H]."""
     if len(blocks) == 0:
         return hidden
@@ -23,7 +23,7 @@ def attn_mix(m, w, b, op):
     """hidden += ffn_out, both [n, H]; attn_in [n, H] = RMSNorm of the mix; a snapshot layer then moves hidden to a block."""
     r = m.num.round
     b.hidden[:] = r(b.hidden + b.ffn_out)
-    x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.self_attention_res_norm, w.self_attention_res_proj)
+    x = mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.self_attention_res_norm, w.self_attention_res_proj)
     b.attn_in[:] = rms_norm(x, w.input_layernorm, m.cfg.rms_norm_eps, m.num)
     if m.cfg.opens_res_block(op.layer):
         b.res_blocks[op.num_blocks] = b.hidden
@@ -34,7 +34,7 @@ def ffn_mix(m, w, b, op):
     """hidden [n, H] += sum over ranks of attn_parts [ranks, n, H]; ffn_in [n, H] = RMSNorm of the mix."""
     r = m.num.round
     b.hidden[:] = r(b.hidden + r(tree_sum(b.attn_parts)))
-    x = _mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.mlp_res_norm, w.mlp_res_proj)
+    x = mix(m, b.hidden, b.res_blocks[:op.num_blocks], w.mlp_res_norm, w.mlp_res_proj)
     b.ffn_in[:] = rms_norm(x, w.post_attention_layernorm, m.cfg.rms_norm_eps, m.num)
 
 
@@ -42,6 +42,6 @@ def output_mix(m, w, b, op):
     """head_in [rows wanted, H] = RMSNorm of the mix after the last layer; hidden is not changed."""
     rows = b.logit_rows[b.logit_rows >= 0]
     hidden = m.num.round(b.hidden[rows] + b.ffn_out[rows])
-    x = _mix(m, hidden, b.res_blocks[:op.num_blocks, rows], w.output_attn_res_norm, w.output_attn_res_proj)
+    x = mix(m, hidden, b.res_blocks[:op.num_blocks, rows], w.output_attn_res_norm, w.output_attn_res_proj)
     b.head_in[:] = 0
     b.head_in[:len(rows)] = rms_norm(x, w.final_norm, m.cfg.rms_norm_eps, m.num)

@@ -33,7 +33,7 @@ def mla_q(m, w, b, op):
     b.mla_q[:] = m.num.round(linear(b.mla_q_latent, w.mla_q_b_proj)).reshape(b.mla_q.shape)
 
 
-def _kv_b(m, w):
+def kv_b(m, w):
     """kv_b_proj by head: [h, nope, latent] for keys, [h, v, latent] for values."""
     per_head = w.mla_kv_b_proj.reshape(-1, m.cfg.qk_nope_head_dim + m.cfg.v_head_dim, m.cfg.kv_lora_rank)
     return np.split(per_head, [m.cfg.qk_nope_head_dim], axis=1)
@@ -41,7 +41,7 @@ def _kv_b(m, w):
 
 def mla_absorb(m, w, b, op):
     """Query against a cache row: W_k^T q_nope beside q_rope, [n, h, kv_lora_rank + rope]."""
-    keys, _ = _kv_b(m, w)
+    keys, _ = kv_b(m, w)
     nope, rope = np.split(b.mla_q, [m.cfg.qk_nope_head_dim], axis=2)
     absorbed = linear_by_head(nope, keys)
     b.mla_q_absorbed[:] = np.concatenate([m.num.round(absorbed), rope], axis=2)
@@ -51,7 +51,7 @@ def mla_attend(m, w, b, op):
     """Softmax over every cached position up to the row's own. A row's product has a shape that only its position decides."""
     scale = F32((m.cfg.qk_nope_head_dim + m.cfg.qk_rope_head_dim) ** -0.5)
     for slot, rows in m.sequences(b.row_slot):
-        cache = _slot_cache(b, slot, b.row_position[rows.stop - 1] + 1)
+        cache = slot_cache(b.mla_cache, b.page_table[slot], b.row_position[rows.stop - 1] + 1)
         for r in range(rows.start, rows.stop):
             seen = cache[:b.row_position[r] + 1]
             scores = (b.mla_q_absorbed[r] @ seen.T) * scale
@@ -60,19 +60,19 @@ def mla_attend(m, w, b, op):
             b.mla_o_latent[r] = p @ seen[:, :m.cfg.kv_lora_rank]
 
 
-def _slot_cache(b, slot, length):
-    """The first `length` cache rows of a slot, in order of position."""
-    pages = b.page_table[slot, :-(-length // PAGE_SIZE)]
+def slot_cache(cache, slot_pages, length):
+    """The first `length` rows of a paged cache [pages, page size, ..] that lie in `slot_pages`, in order of position."""
+    pages = slot_pages[:-(-length // PAGE_SIZE)]
     if np.array_equal(pages, np.arange(pages[0], pages[0] + len(pages))):
-        chosen = b.mla_cache[pages[0]:pages[0] + len(pages)]  # neighbours need no copy
+        chosen = cache[pages[0]:pages[0] + len(pages)]  # neighbours need no copy
     else:
-        chosen = b.mla_cache[pages]
-    return chosen.reshape(-1, chosen.shape[-1])[:length]
+        chosen = cache[pages]
+    return chosen.reshape(-1, *chosen.shape[2:])[:length]
 
 
 def mla_out(m, w, b, op):
     """mixer_out [n, h v]: W_v of the mean latent [n, h, latent], times the sigmoid of the output gate. No norm here."""
-    _, values = _kv_b(m, w)
+    _, values = kv_b(m, w)
     o = linear_by_head(b.mla_o_latent, values.swapaxes(1, 2))
     gate = sigmoid(b.mla_out_gate)
     b.mixer_out[:] = m.num.round(m.num.round(o.reshape(gate.shape)) * gate)

@@ -5,7 +5,7 @@ one rounding an operation, no fused multiply-add.
 """
 import numpy as np
 
-from ..runtime.sampling import Draw, Drawn, SamplingParams
+from ..runtime.sampling import STREAM_DRAFT, Draw, Drawn, SamplingParams
 from .numerics import F32
 
 LARGEST = np.finfo(F32).max
@@ -37,6 +37,15 @@ def sample_row(logits: np.ndarray, draw: Draw) -> Drawn:
         return Drawn(token)
     logprobs = log_softmax(row)
     return Drawn(token, float(logprobs[token]), most_likely(logprobs, params.logprobs))
+
+
+def draft_token(logits: np.ndarray, temperature: float, seed: int, position: int, index: int) -> int:
+    """One token of a draft: from softmax(logits / temperature), at 0 the largest, lowest id on ties; `index` is its place among the drafts
+    of the step, which keeps the draws of two steps at one position independent."""
+    if temperature == 0:
+        return int(logits.argmax())
+    with np.errstate(under="ignore"):
+        return pick(np.exp(scaled(logits, temperature)), uniform(seed, position, STREAM_DRAFT, index))
 
 
 def philox4x32(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
@@ -104,7 +113,7 @@ def law(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
         float32 [vocab_size]: exp((score - largest) / temperature), so 1 for the likeliest, and 0 for what a filter took away.
     """
     with np.errstate(over="ignore", under="ignore"):  # a distance that overflows is -inf, and its weight 0
-        z = (scores - scores.max()) / F32(params.temperature)
+        z = scaled(scores, params.temperature)
         w = np.exp(z)
         if params.min_p > 0:
             w = np.where(w >= F32(params.min_p), w, F32(0))
@@ -115,6 +124,12 @@ def law(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
         if F32(params.top_p) < 1:
             w = _top_p(w, F32(params.top_p))
     return w
+
+
+def scaled(scores: np.ndarray, temperature: float) -> np.ndarray:
+    """(score - largest) / temperature: the log of a weight."""
+    with np.errstate(over="ignore"):
+        return (scores - scores.max()) / F32(temperature)
 
 
 def _top_p(w: np.ndarray, top_p: np.float32) -> np.ndarray:

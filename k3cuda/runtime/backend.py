@@ -34,6 +34,25 @@ class StepRows:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True)
+class DraftAsk:
+    """A sequence that a draft model shall continue: behind `anchor`, its last token, which stands at `position` and is not yet run."""
+
+    slot: int
+    anchor: int
+    position: int
+    seed: int            # of the request
+    temperature: float   # of the drafts' draw; 0: the likeliest
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Tokens that a draft model proposes, and for each how sure it is, in (0, 1); None where it has no confidence head."""
+
+    token_ids: tuple[int, ...]
+    confidence: tuple[float, ...] | None = None
+
+
 @dataclass
 class StepCounts:
     """How many steps ran on which decode backend, and why a slower one was taken."""

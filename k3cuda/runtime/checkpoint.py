@@ -53,12 +53,7 @@ class Checkpoint(TensorSource):
         return self.stored_rows(weight, layer, expert, None)
 
     def stored_rows(self, weight: Weight, layer: int | None, expert: int | None, rows: slice | None) -> np.ndarray:
-        key = checkpoint_key(weight, layer, expert)
-        file = self.shards.owner[key]
-        array = file.array(key, rows)
-        if trouble := _trouble(weight, array):
-            raise CheckpointError(f"{file.path}: found {key} with {trouble}, wanted numbers of a trained model", "download the file again")
-        return array
+        return read_rows(self.shards, checkpoint_key(weight, layer, expert), weight, rows)
 
     def tokenizer(self):
         """The tokenizer of the checkpoint's folder; CheckpointError if there is none or it is damaged."""
@@ -69,6 +64,15 @@ class Checkpoint(TensorSource):
     def close(self) -> None:
         for file in self.shards.files.values():
             file.close()
+
+
+def read_rows(shards: Shards, key: str, weight: Weight, rows: slice | None) -> np.ndarray:
+    """Some rows of a tensor, all for None; CheckpointError where they cannot be those of a trained model."""
+    file = shards.owner[key]
+    array = file.array(key, rows)
+    if trouble := _trouble(weight, array):
+        raise CheckpointError(f"{file.path}: found {key} with {trouble}, wanted numbers of a trained model", "download the file again")
+    return array
 
 
 def _trouble(weight: Weight, array: np.ndarray) -> str:
@@ -180,7 +184,7 @@ def match(cfg: K3Config, shards: Shards) -> list[Finding]:
     if found < len(owner) or shards.listed:
         wanted = {key for key, *_ in expected_tensors(cfg)}
         unknown = dict.fromkeys(key for names in (owner, shards.listed) for key in names if key not in wanted)
-    return _report(shards, missing, wrong_shape, wrong_dtype, list(unknown))
+    return mismatches(shards, missing, wrong_shape, wrong_dtype, list(unknown), "Kimi K3 text model")
 
 
 def _kinds(file, keys: list[str]) -> set[tuple]:
@@ -188,7 +192,8 @@ def _kinds(file, keys: list[str]) -> set[tuple]:
     return {tensor[:2] for tensor in map(file.tensors.__getitem__, keys)}
 
 
-def _report(shards: Shards, missing, wrong_shape, wrong_dtype, unknown) -> list[Finding]:
+def mismatches(shards: Shards, missing, wrong_shape, wrong_dtype, unknown, what: str) -> list[Finding]:
+    """Findings about tensors: names that are `missing` or `unknown`, and (name, file, found, wanted) of a wrong shape or dtype."""
     where = str(shards.index or next(iter(shards.files.values())).path)
     findings = []
     if missing:
@@ -202,7 +207,7 @@ def _report(shards: Shards, missing, wrong_shape, wrong_dtype, unknown) -> list[
         first = unknown[0]
         file = shards.owner[first].path if first in shards.owner else shards.index
         files = _spread(shards.owner[key] for key in unknown if key in shards.owner)
-        findings.append(Finding(str(file), f"{counted(unknown, 'tensor')} of no known kind{files}", "only tensors of a Kimi K3 text model",
+        findings.append(Finding(str(file), f"{counted(unknown, 'tensor')} of no known kind{files}", f"only tensors of a {what}",
                                 _OTHER_FILES))
     return findings
 

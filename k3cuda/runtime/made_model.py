@@ -26,7 +26,7 @@ class MadeCheckpoint(TensorSource):
     """
 
     def __init__(self, cfg: K3Config, seed: int = 0, fill: str = "random"):
-        self.cfg, self.seed, self.fill = cfg, seed, {"random": _random, "positions": _positions}[fill]
+        self.cfg, self.seed, self.fill = cfg, seed, {"random": random_values, "positions": _positions}[fill]
         self.generation_config = {"temperature": 1.0, "top_p": 0.95}  # the release's advice
 
     def stored(self, weight: Weight, layer: int | None, expert: int | None) -> np.ndarray:
@@ -40,7 +40,7 @@ class MadeCheckpoint(TensorSource):
         return Tokenizer.from_dir(DEMO_TOKENIZER_DIR)
 
 
-def _random(weight: Weight, dims: dict[str, int], n: int, seed: int, key: str) -> np.ndarray:
+def random_values(weight: Weight, dims: dict[str, int], n: int, seed: int, key: str) -> np.ndarray:
     # Raw bits of PCG64 and single IEEE operations: the same bytes with every NumPy on every machine.
     bits = np.random.PCG64([seed, crc32(key.encode())]).random_raw(-(-n // 4)).astype("<u8")
     if weight.mxfp4 == "packed":
@@ -64,7 +64,7 @@ def value_range(weight: Weight, dims: dict[str, int]) -> tuple[float, float]:
 
 
 _RANGES = {
-    "embed_tokens": (-1.75, 1.75),
+    "embed_tokens": (-1.75, 1.75), "markov_w1": (-1.75, 1.75),
     "kda_a_log": (-0.3, 0.3),
     "kda_dt_bias": (-6.5, 1.5),  # decays of one step from 0.01 to 0.99
     "e_score_correction_bias": (-0.1, 0.1),

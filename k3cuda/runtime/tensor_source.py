@@ -17,6 +17,7 @@ class TensorSource:
     cfg: K3Config
     path = None            # folder or file; None for a model made in memory
     generation_config = {}  # sampling defaults of the release
+    _table = BY_NAME
 
     def stored(self, weight: Weight, layer: int | None, expert: int | None) -> np.ndarray:
         """One tensor in the shape it is stored in: float32, ml_dtypes.bfloat16 or uint8."""
@@ -39,7 +40,7 @@ class TensorSource:
         Raises:
             KeyError: the model has no such tensor.
         """
-        weight = _entry(weight)
+        weight = self._table[weight] if isinstance(weight, str) else weight
         return self._part(weight, layer, expert, tuple(slice(0, self._dims[name]) for name in weight.shape))
 
     def rank_slices(self, weight: Weight | str, layer: int | None, tp: int, rank: int) -> np.ndarray:
@@ -47,14 +48,14 @@ class TensorSource:
 
         Of a weight that is cut by rows only those rows are read.
         """
-        weight = _entry(weight)
+        weight = self._table[weight] if isinstance(weight, str) else weight
         part = rank_slice(weight, self._dims, tp, rank)
-        if not weight.per_expert:
+        if not weight.count:
             return self._part(weight, layer, None, part)
-        first = self._part(weight, layer, 0, part)
-        out = np.empty((self.cfg.num_experts, *first.shape), first.dtype)
+        first, count = self._part(weight, layer, 0, part), self._dims[weight.count]
+        out = np.empty((count, *first.shape), first.dtype)
         out[0] = first
-        for expert in range(1, self.cfg.num_experts):
+        for expert in range(1, count):
             out[expert] = self._part(weight, layer, expert, part)
         return out
 
@@ -71,13 +72,12 @@ class TensorSource:
         return np.ascontiguousarray(array.reshape(shape)[part])
 
     def _has(self, weight: Weight, layer: int | None, expert: int | None) -> bool:
-        experts = range(self.cfg.num_experts) if weight.per_expert else (None,)
-        return (layer is None or layer in range(self.cfg.num_hidden_layers)) and exists_in(weight, self.cfg, layer) and expert in experts
+        experts = range(self._dims[weight.count]) if weight.count else (None,)
+        return (layer is None or layer in range(self.cfg.num_hidden_layers)) and self._exists(weight, layer) and expert in experts
+
+    def _exists(self, weight: Weight, layer: int | None) -> bool:
+        return exists_in(weight, self.cfg, layer)
 
     @cached_property
     def _dims(self) -> dict[str, int]:
         return self.cfg.dims()
-
-
-def _entry(weight: Weight | str) -> Weight:
-    return BY_NAME[weight] if isinstance(weight, str) else weight

@@ -46,11 +46,11 @@ def write_checkpoint(source: TensorSource, path, *, vision: bool = False, single
         raise OutOfMemory(f"{path}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free", "choose another disk, or a smaller model")
     parts = [_layer(source, layer) for layer in (*range(source.cfg.num_hidden_layers), None)]
     if single_file:
-        _write_file(path / SINGLE, {key: entry for part in parts for key, entry in part.items()})
+        write_file(path / SINGLE, {key: entry for part in parts for key, entry in part.items()})
     else:
         _write_shards(path, parts + [_picture(PROJECTOR), _picture(TOWER)] * vision)
-    _write_json(path / CONFIG, config_json(source.cfg))
-    _write_json(path / GENERATION_CONFIG, source.generation_config)
+    write_json(path / CONFIG, config_json(source.cfg))
+    write_json(path / GENERATION_CONFIG, source.generation_config)
     tokenizer = source.tokenizer()
     if tokenizer.vocab_size <= source.cfg.vocab_size:
         tokenizer.write_files(path)
@@ -75,12 +75,12 @@ def _write_shards(path: Path, parts: list[dict]) -> None:
     weight_map, total = {}, 0
     for i, part in enumerate(parts, 1):
         name = f"model-{i:05d}-of-{len(parts):06d}.safetensors"  # five digits and six, as in the release
-        total += _write_file(path / name, part)
+        total += write_file(path / name, part)
         weight_map |= dict.fromkeys(part, name)
-    _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _write_file(path: Path, entries: dict) -> int:
+def write_file(path: Path, entries: dict) -> int:
     """Writes one safetensors file, a tensor at a time; returns the bytes of its tensors."""
     order, header, size = file_header({name: entry[:2] for name, entry in entries.items()})
     with path.open("wb") as f:
@@ -104,5 +104,5 @@ def file_header(entries: dict) -> tuple[list[str], bytes, int]:
     return order, len(text).to_bytes(8, "little") + text, at
 
 
-def _write_json(path: Path, values: dict) -> None:
+def write_json(path: Path, values: dict) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -33,6 +33,11 @@ def sample_row(logits: np.ndarray, draw: Draw) -> Drawn:
         token = int(scores.argmax())  # the first of equals
     else:
         token = pick(law(scores, params), uniform(draw.seed, draw.position, draw.stream))
+    return drawn_of(token, row, params)
+
+
+def drawn_of(token: int, row: np.ndarray, params: SamplingParams) -> Drawn:
+    """The token with the log-probabilities that were asked for, of the raw row."""
     if params.logprobs is None:
         return Drawn(token)
     logprobs = log_softmax(row)

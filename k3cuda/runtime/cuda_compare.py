@@ -16,7 +16,7 @@ from ..reference import FUNCTIONS
 from ..reference.numerics import Numerics
 from ..stages import GATHER, STACK, STAGES
 from .cuda_unpack import Unpacked
-from .numpy_backend import Model
+from .numpy_program import Model
 from .stage_limits import allowed
 
 HOST_DTYPE = {"bf16": ml_dtypes.bfloat16, "f32": np.float32, "i32": np.int32, "u8": np.uint8}

@@ -83,5 +83,11 @@ class Drafting:
                              f"{self.max_batch} sequences", f"use a max_batch of at most {self.max_batch}, or fewer drafts")
 
 
+def synthetic_rates(acceptance_length: float, num_drafts: int) -> list[float]:
+    """For each draft the share of steps in which it is accepted, so that a step gives `acceptance_length` tokens on average with the least
+    variance: ones, then a fraction, then zeros."""
+    return [min(max(acceptance_length - 1 - i, 0.0), 1.0) for i in range(num_drafts)]
+
+
 def _is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

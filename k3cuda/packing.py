@@ -49,6 +49,8 @@ PACKED: dict[str, tuple[Packed, ...]] = {
     "moe_down": (_p(TILES, "shared_down_proj"), _p(EXPERTS, "expert_w2")),
     "routed_norm": (_p(PLAIN, "routed_expert_norm"),),
     "latent_up": (_p(TILES, "latent_up"),),
+    "tap_mix": (_p(FOLDED, "tap_score", "self_attention_res_norm self_attention_res_proj"),),
+    "tap_output_mix": (_p(FOLDED, "tap_output_score", "output_attn_res_norm output_attn_res_proj"),),
     "output_mix": (_p(FOLDED, "output_score", "output_attn_res_norm output_attn_res_proj"), _p(PLAIN, "final_norm")),
     "lm_head": (_p(TILES, "lm_head"),),
 }

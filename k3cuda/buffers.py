@@ -6,13 +6,14 @@ floating-point buffer as F32 and rounds where docs/numerics.md says so.
 from dataclasses import dataclass
 from math import prod
 
-from .config import MAX_ROWS, PAGE_SIZE, K3Config
+from .config import DECODE_ROWS, MAX_ROWS, PAGE_SIZE, K3Config
 
 # How many bytes one value of the MLA cache takes on a GPU, by kv_cache_dtype.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "i32": 4, "u8": 1, "kv": KV_BYTES["bf16"]}
 # Sizes that count parts of which an operation sees one; the last two are a draft model's layers and its drafts.
 _LAYERED = ("num_kda_layers", "num_mla_layers", "num_hidden_layers", "num_drafts")
+ROW_AXES = ("rows", "decode_rows", "head_rows")  # of a step
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("taps", "rows num_taps hidden_size", "bf16", "record", "what a draft model reads of the layers it taps, before any norm; empty without one"),
 
     _b("embed_partial", "rows hidden_size", "f32", "step", "embedding row on the rank that owns it, zero elsewhere"),
-    _b("embed_parts", "ranks rows hidden_size", "f32", "step", "embed_partial of every rank"),
+    _b("embed_parts", "ranks decode_rows hidden_size", "f32", "step", "embed_partial of every rank"),
     _b("hidden", "rows hidden_size", "f32", "step", "prefix sum since the last AttnRes snapshot, without ffn_out"),
     _b("ffn_out", "rows hidden_size", "f32", "step", "what the next attn_mix adds to hidden: embedding, dense MLP or LatentMoE"),
     _b("res_blocks", "num_res_blocks rows hidden_size", "f32", "step", "AttnRes snapshots of the prefix sum, in order of creation"),
@@ -80,12 +81,12 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("mla_o_latent", "rows num_attention_heads kv_lora_rank", "bf16", "step", "attention's mean of cached latents", 1),
     _b("mixer_out", "rows kda_dim", "bf16", "step", "gated attention output, heads side by side", 1),
     _b("attn_partial", "rows hidden_size", "f32", "step", "o_proj over this rank's heads"),
-    _b("attn_parts", "ranks rows hidden_size", "f32", "step", "attn_partial of every rank"),
+    _b("attn_parts", "ranks decode_rows hidden_size", "f32", "step", "attn_partial of every rank"),
 
     _b("ffn_in", "rows hidden_size", "bf16", "step", "normed input of the feed-forward half"),
     _b("dense_act", "rows intermediate_size", "bf16", "step", "SiTU of gate and up", 1),
     _b("dense_partial", "rows hidden_size", "f32", "step", "down projection of this rank's inputs"),
-    _b("dense_parts", "ranks rows hidden_size", "f32", "step", "dense_partial of every rank"),
+    _b("dense_parts", "ranks decode_rows hidden_size", "f32", "step", "dense_partial of every rank"),
     _b("router_logits_part", "rows num_experts", "f32", "step", "this rank's experts", 1),
     _b("router_logits", "rows num_experts", "f32", "step", "before the sigmoid"),
     _b("moe_latent_part", "rows routed_expert_hidden_size", "bf16", "step", "input of the routed experts, this rank's outputs", 1),
@@ -97,7 +98,7 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("shared_parts", "ranks rows hidden_size", "f32", "step", "shared_partial of every rank, this rank's outputs", 2),
     _b("expert_act", "rows num_experts_per_token moe_intermediate_size", "bf16", "step", "SiTU of w1 and w3, in the order of expert_ids", 2),
     _b("routed_partial", "rows routed_expert_hidden_size", "f32", "step", "weighted sum over experts of this rank's inputs"),
-    _b("routed_parts", "ranks rows routed_expert_hidden_size", "f32", "step", "routed_partial of every rank"),
+    _b("routed_parts", "ranks decode_rows routed_expert_hidden_size", "f32", "step", "routed_partial of every rank"),
     _b("routed_normed", "rows routed_expert_hidden_size", "bf16", "step", "RMSNorm of the complete sum"),
     _b("moe_out_part", "rows hidden_size", "f32", "step", "routed and shared experts, this rank's outputs", 1),
 
@@ -110,7 +111,8 @@ BY_NAME = {b.name: b for b in BUFFERS}
 
 def step_dims(cfg: K3Config, *, tp: int, rows: int = MAX_ROWS, slots: int, pages: int, slot_pages: int, num_taps: int = 0) -> dict[str, int]:
     """Sizes of `K3Config.dims()` and those that belong to the machine: ranks, rows a step, slots, cache pages, taps of a draft model."""
-    return cfg.dims() | {"ranks": tp, "rows": rows, "head_rows": rows, "slots": slots, "pages": pages, "slot_pages": slot_pages,
+    few = min(rows, DECODE_ROWS)
+    return cfg.dims() | {"ranks": tp, "rows": rows, "decode_rows": few, "head_rows": few, "slots": slots, "pages": pages, "slot_pages": slot_pages,
                          "page_size": PAGE_SIZE, "three": 3, "num_taps": num_taps}
 
 

@@ -4,7 +4,7 @@ A buffer that means the same in both steps is the target's own row of the table.
 """
 from .buffers import BY_NAME as TARGET
 from .buffers import Buffer, buffer_bytes
-from .config import MAX_ROWS, PAGE_SIZE
+from .config import DECODE_ROWS, PAGE_SIZE
 from .draft_config import DraftConfig
 
 
@@ -54,7 +54,7 @@ def cache_bytes(cfg: DraftConfig, tp: int = 1) -> int:
     return buffer_bytes(b, dims)
 
 
-def draft_dims(cfg: DraftConfig, *, tp: int, num_drafts: int, seqs: int, slots: int, pages: int, slot_pages: int, rows: int = MAX_ROWS) -> dict[str, int]:
+def draft_dims(cfg: DraftConfig, *, tp: int, num_drafts: int, seqs: int, slots: int, pages: int, slot_pages: int, rows: int = DECODE_ROWS) -> dict[str, int]:
     """Sizes of `DraftConfig.dims()` and those of the machine. `rows` are enough for the context rows of a target step and for the blocks of `seqs`
     sequences."""
     return cfg.dims() | {"ranks": tp, "rows": rows, "head_rows": rows, "seqs": seqs, "num_drafts": num_drafts, "slots": slots, "pages": pages,

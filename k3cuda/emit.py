@@ -11,7 +11,7 @@ from math import gcd, prod
 
 from . import packing
 from .buffers import BUFFERS, BY_NAME, DTYPE_BYTES, Buffer, buffer_bytes, buffer_shape, step_dims
-from .config import L2NORM_EPS, MAX_ROWS, MLA_NORM_EPS, MXFP4_GROUP, PAGE_SIZE, K3Config
+from .config import DECODE_ROWS, L2NORM_EPS, MAX_ROWS, MLA_NORM_EPS, MXFP4_GROUP, PAGE_SIZE, K3Config
 from .packing import PACKED
 from .plan import Plan
 from .stages import GATHER, SCATTER, STACK, STAGES, Move, Stage
@@ -26,6 +26,7 @@ KV_TYPES = {"bf16": "bf16", "fp8_e4m3": "u8"}
 # Buffers that exist once a slot or page: their sizes are the machine's, so they come as pointers and not as offsets.
 SESSION = tuple(b.name for b in BUFFERS if b.life == "session") + ("page_table",)
 _MACHINE_SIZES = ("slots", "pages", "slot_pages")
+SUM = "_tree"  # behind a wide product's name: the kernel that adds its leaf sums
 H200_SMS = 132  # what a build for no device in particular spreads over
 
 
@@ -58,7 +59,7 @@ def arena_offsets(plan: Plan) -> tuple[dict[str, int], int]:
             continue
         offsets[b.name] = at
         at += -(-buffer_bytes(b, dims) // ALIGN) * ALIGN
-    for name, nbytes in work_bytes(plan.cfg).items():
+    for name, nbytes in work_bytes(plan).items():
         offsets[name] = at
         at += -(-nbytes // ALIGN) * ALIGN
     return offsets | {target: offsets[source] for target, source in plan.aliases.items()}, at
@@ -71,19 +72,58 @@ def build_files(plan: Plan, rows: int, kv_cache_dtype: str, *, sms: int = H200_S
     `sms`: multiprocessors that persistent kernels spread over; any number is right, the device's own is fast.
     `ride`: collectives have no kernels: a stage stores what a collective would move into every rank's target itself.
     """
-    return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms, probes.forced_experts), "buffers.cuh": _buffers(plan, kv_cache_dtype, ride),
+    return {"config.cuh": _config(plan, rows, kv_cache_dtype, sms, probes.forced_experts), "buffers.cuh": _buffers(plan, rows, kv_cache_dtype, ride),
             "kernels.cu": _kernels(plan, rows, ride, sms, probes)}
 
 
-def kernels_of(stage: Stage) -> tuple[str, ...]:
-    """Names of the kernels of a stage, without their `k_`."""
-    return packing.KERNELS.get(stage.name, (stage.name,))
+def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[str, int], ...]:
+    """The launches that run a stage in a step of up to `rows` rows, in order: name of the kernel, without its `k_`, and the first row it is for.
+
+    None where a collective rides on the stores of the stages before it. A kernel may turn out to have no blocks: it is not needed then.
+    """
+    wide = rows > DECODE_ROWS
+    if stage.moves:
+        alone = not ride or wide and any(m.how == STACK for m in stage.moves)
+        return ((stage.name, 0),) if alone else ()
+    sliced = packing.SLICED | (set() if _moe_rows(plan, rows) == rows else packing.MOE_KERNELS)
+    names = packing.WIDE_KERNELS.get(stage.name) if wide else None
+    out, group = [], []
+    for name in names or packing.KERNELS.get(stage.name, (stage.name,)):
+        if wide and name in sliced:
+            group.append(name)   # neighbours take turns: what passes between them is of one slice
+            continue
+        out += [(name, 0), (name + SUM, 0)] if wide and name in packing.PRODUCTS else [(name, 0)]
+    return (*out, *((name, first) for first in range(0, rows, DECODE_ROWS) for name in group))
 
 
-def work_bytes(cfg: K3Config) -> dict[str, int]:
+def kernels_of(stage: Stage, plan: Plan, rows: int = 1, ride: bool = True) -> tuple[str, ...]:
+    """Names of the kernels of a stage in a step of up to `rows` rows, each once."""
+    return tuple(dict.fromkeys(name for name, _ in launches_of(stage, plan, rows, ride)))
+
+
+def work_bytes(plan: Plan) -> dict[str, int]:
     """Work space in the arena that passes between kernels and is no buffer of the description: name -> bytes."""
+    cfg, dims = plan.cfg, _dims(plan)
     items = MAX_ROWS * cfg.num_experts_per_token
-    return {"expert_list": 8 + 4 * (items + 1) + 2 * items, "mla_info": 16 * MAX_ROWS, "mla_next": 4}
+    lists = MAX_ROWS // DECODE_ROWS   # one a slice, at most
+    kda = 4 * MAX_ROWS * dims["kda_dim"] // plan.tp
+    return {"expert_list": 8 * lists + 4 * (items + lists) + 2 * items, "mla_info": 16 * DECODE_ROWS, "mla_next": 4,
+            "kda_q": kda, "kda_fade": kda, "kda_o": kda, "product_work": max(_leaf_sums(plan).values())}
+
+
+def _leaf_sums(plan: Plan) -> dict[str, int]:
+    """Bytes of the leaf sums of a widest step, F32, by product (kernels_cu/wide_core.cuh)."""
+    dims, out = plan.cfg.dims(), {}
+    for p in (p for group in PACKED.values() for p in group if p.how in (packing.TILES, packing.PAIRS)):
+        rows = [dims[w.shape[0]] // (plan.tp if w.cut and w.cut.axis == 0 else 1) for w in map(WEIGHT.get, p.sources)]
+        out[p.name] = packing.leaves_and_steps(p.sources[-1], plan.cfg, plan.tp)[0] * sum(-(-n // 16) * 16 for n in rows) * MAX_ROWS * 4
+    return out | {"lm_head": 0}
+
+
+def _moe_rows(plan: Plan, rows: int) -> int:
+    """Rows of a step that walk the experts together: sums of every leaf of a rank stay in shared memory."""
+    leaves, _ = packing.leaves_and_steps("expert_w2", plan.cfg, plan.tp)
+    return rows if leaves <= 4 else min(rows, DECODE_ROWS)
 
 
 def _dims(plan: Plan) -> dict[str, int]:
@@ -102,9 +142,11 @@ def follows_collective(stage: Stage) -> bool:
 def _config(plan: Plan, rows: int, kv: str, sms: int, forced_experts: int) -> str:
     cfg, tp = plan.cfg, plan.tp
     lines = ["#pragma once", "// Sizes of the whole model."]
-    sizes = cfg.dims() | {"max_rows": MAX_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
+    sizes = cfg.dims() | {"max_rows": MAX_ROWS, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
     lines += [f"constexpr int {camel(n)} = {v};" for n, v in sizes.items()]
-    lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms}, kMlaWorkColumns = {MLA_WORK_COLUMNS};"]
+    lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms}, kMlaWorkColumns = {MLA_WORK_COLUMNS};",
+              f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)}, kMoeRows = {_moe_rows(plan, rows)};",
+              f"constexpr int kParts = {1 if rows > DECODE_ROWS else tp};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted({b.shape[b.cut] for b in BUFFERS if b.cut is not None} | {"mla_q_dim"})
     lines += [f"constexpr int {camel('own_' + n)} = {cfg.dims()[n] // tp};" for n in cut]
     lines += ["// Numbers of the arithmetic."]
@@ -136,22 +178,25 @@ def _trees(plan: Plan) -> dict[str, tuple[int, int]]:
     return out
 
 
-def _buffers(plan: Plan, kv: str, ride: bool) -> str:
+def _buffers(plan: Plan, rows: int, kv: str, ride: bool) -> str:
     offsets, size = arena_offsets(plan)
+    if rows > DECODE_ROWS:   # added up over the ranks in place
+        offsets |= {m.target: offsets[m.source] for s in STAGES for m in s.moves if m.how == STACK}
     lines = ['#pragma once', '#include "prims.cuh"', '#include "config.cuh"', f"typedef {KV_TYPES[kv]} kv_t;", "",
              f"// One step of one rank: where its memory begins. The arena has {size} bytes.", "struct Step {", "  u8* arena;"]
     lines += [f"  {C_TYPES[BY_NAME[n].dtype]}* {n}_base;" for n in SESSION]
     lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  u8* mla_work;   // partial results of the split context", "  u8* mla_map;    // the MLA cache for the copy engine",
               "  u64* trace;     // 8 words a launch, where the build traces",
               "  int slots, pages, slot_pages, rank, loopback, mla_partials;", "};", "",
-              "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows.",
-              "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block, launch;", "  float kv_scale;", "};", ""]
+              "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows. `first_row`: of a slice of the step.",
+              "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block, launch, first_row;", "  float kv_scale;", "};", ""]
     lines += [_accessor(b, offsets, plan) for b in BUFFERS]
     lines += [f"K3_DEVICE {kind}* {n}(const Step& s) {{ return ({kind}*)(s.arena + {offsets[n]}ull); }}"
-              for n, kind in (("expert_list", "u8"), ("mla_info", "u8"), ("mla_next", "int"))]
+              for n, kind in (("expert_list", "u8"), ("mla_info", "u8"), ("mla_next", "int"), ("kda_q", "float"), ("kda_fade", "float"), ("kda_o", "float"),
+                              ("product_work", "u8"))]
     lines += [f"K3_DEVICE const {_weight_type(p)}* w_{p.name}(const OpArgs& op) {{ return (const {_weight_type(p)}*)op.w[{i}]; }}"
               for group in PACKED.values() for i, p in enumerate(group)]
-    lines += [_put(m, plan, offsets, ride) for s in STAGES for m in s.moves]
+    lines += [_put(m, plan, offsets, ride and not (rows > DECODE_ROWS and m.how == STACK)) for s in STAGES for m in s.moves]
     return "\n".join(lines) + "\n"
 
 
@@ -163,7 +208,7 @@ def _put(m: Move, plan: Plan, offsets: dict[str, int], ride: bool) -> str:
     if not ride or plan.tp == 1:
         return f"{head} {m.source}(s)[size_t(token) * {width} + column] = v; }}"
     place = {GATHER: f"(size_t(token) * kRanks + place) * {width} + column",
-             STACK: f"(size_t(place) * kMaxRows + token) * {width} + column",
+             STACK: f"(size_t(place) * kDecodeRows + token) * {width} + column",
              SCATTER: f"(size_t(place) * kMaxRows + token) * {width // plan.tp} + column % {width // plan.tp}"}[m.how]
     # A scattered value has one receiver; looped back, the one rank gets its own slice from all.
     mine = f" if (column / {width // plan.tp} != (s.loopback ? s.rank : peer)) continue;" if m.how == SCATTER else ""
@@ -198,32 +243,40 @@ def _weight_type(p: packing.Packed) -> str:
 
 def _kernels(plan: Plan, rows: int, ride: bool, sms: int, probes: Probes) -> str:
     used = {op.stage.name for op in plan.ops + plan.commit}
-    stages = [s for s in STAGES if s.name in used and not (ride and s.moves)]
+    stages = [s for s in STAGES if s.name in used and launches_of(s, plan, rows, ride)]
     headers = dict.fromkeys(s.header or "collective" for s in stages)
     lines = [f"#define K3_HOP_CYCLES {probes.hop_cycles}"] * bool(probes.hop_cycles) + ["#define K3_TRACE"] * probes.trace
     lines += ['#include "buffers.cuh"', *(f'#include "stages/{h}.cuh"' for h in headers), ""]
-    behind = {kernels_of(s)[0] for s in stages if follows_collective(s)}
-    lines += [_collective(s, plan, rows, sms) for s in stages if s.moves]
-    for name in (k for s in stages for k in kernels_of(s)):
-        t = f"stage::{name}"
+    behind = {kernels_of(s, plan, rows, ride)[0] for s in stages if follows_collective(s)}
+    lines += [_collective(s, plan, rows, sms, ride) for s in stages if s.moves]
+    for name in (k for s in stages for k in kernels_of(s, plan, rows, ride)):
+        t = f"TreeOf<stage::{name.removesuffix(SUM)}>" if name.endswith(SUM) else f"stage::{name}"
         lines.append(f"static_assert({t}::kSmem <= {MAX_SHARED}, \"a block of {name} does not fit an SM\");")
-        lines.append(f'extern "C" __constant__ int k_{name}_launch[5] = '
-                     f"{{{t}::kBlocks, {t}::kBlocksY, {t}::kThreads, {t}::kCluster, {t}::kSmem}};")
+        lines.append(f'extern "C" __constant__ int k_{name}_launch[6] = '
+                     f"{{{t}::kBlocks, {t}::kBlocksY, {t}::kBlocksZ, {t}::kThreads, {t}::kCluster, {t}::kSmem}};")
         hop = f"K3_HOP({int(name in behind)}); " if probes.hop_cycles else ""
         lines.append(f'extern "C" __global__ void __launch_bounds__({t}::kThreads, {t}::kResident) '
                      f"k_{name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ {hop}traced<{t}>(s, op); }}")
     return "\n".join(lines) + "\n"
 
 
-def _collective(stage: Stage, plan: Plan, rows: int, sms: int) -> str:
-    """A struct that moves what the stage says, for `rows` rows; see kernels_cu/stages/collective.cuh."""
+def _collective(stage: Stage, plan: Plan, rows: int, sms: int, ride: bool) -> str:
+    """A struct that moves what the stage says, for `rows` rows; see kernels_cu/stages/collective.cuh. In a wide step what would be stacked
+    is added up in place: every rank sums its share of the columns and gives it to all, so the parts need not be with everyone."""
     offsets, dims, moves, units = arena_offsets(plan)[0], _dims(plan), [], 0
     for m in stage.moves:
+        if m.how == STACK and rows > DECODE_ROWS:
+            width = prod(buffer_shape(BY_NAME[m.source], dims)[1:])
+            units += rows * width // 4
+            moves.append(f"sum_ranks<{offsets[m.source]}ull, kRows, {width}>(s);")
+            continue
+        if ride:
+            continue
         source, target = BY_NAME[m.source], BY_NAME[m.target]
         size, width = DTYPE_BYTES[source.dtype], prod(buffer_shape(source, dims)[1:])
         part = width // plan.tp if m.how == SCATTER else width
         target_row = width * plan.tp if m.how == GATHER else part
-        slot = part if m.how == GATHER else part * MAX_ROWS
+        slot = part if m.how == GATHER else part * (DECODE_ROWS if m.how == STACK else MAX_ROWS)
         units += plan.tp * rows * part * size // 16
         moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, kRows, {part * size}, {width * size}, {target_row * size}, {slot * size}ull, "
                      f"{str(m.how == SCATTER).lower()}>(s);")

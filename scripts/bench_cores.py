@@ -114,7 +114,7 @@ def bench_norm(b):
             n, _, parts, blocks, cluster, _ = s
             sets = []
             for _ in range(4):
-                keep = dict(row_slot=slots, row_map=None, rows=rows, parts=uniform(parts, rows, n), hidden=uniform(rows, n) if blocks else None,
+                keep = dict(row_slot=slots, row_map=None, rows=rows, part_rows=rows, parts=uniform(parts, rows, n), hidden=uniform(rows, n) if blocks else None,
                             snapshot=None, blocks=uniform(blocks, rows, n) if blocks else None, num_blocks=blocks, score=uniform(n, high=0.01),
                             weight=bf16(n), out=bf16(rows, n), eps=1e-5)
                 sets.append([ck.fill(ck.NormRow, **keep, hidden_out=keep["hidden"])])

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from k3cuda import packing  # noqa: E402
 from k3cuda.cli.bench import Counts  # noqa: E402
 from k3cuda.cli.options import config_of  # noqa: E402
-from k3cuda.config import MAX_ROWS, RELEASED  # noqa: E402
+from k3cuda.config import DECODE_ROWS, RELEASED  # noqa: E402
 from k3cuda.packing import PACKED  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
 from k3cuda.runtime.cuda_kernels import bucket_of  # noqa: E402
@@ -82,7 +82,7 @@ class Torch:
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--rows", type=Counts(MAX_ROWS), default="1,8,64", show_default=True)
+@click.option("--rows", type=Counts(DECODE_ROWS), default="1,8,64", show_default=True)
 @click.option("--output", type=click.Path(dir_okay=False), help="write the JSON here as well")
 def main(rows, output):
     cfg = config_of(RELEASED, LAYERS)

@@ -91,3 +91,43 @@ class ExpertCase:
         gate_up = np.stack([np.stack([w1[e] @ x[r], w3[e] @ x[r]]) for e, r in zip(ids, rows)])
         down = np.stack([w2[e] @ a for e, a in zip(ids, act)]) * self.weights.reshape(-1, 1)
         return gate_up, down.reshape(-1, TOP_K, LATENT).sum(1)
+
+
+# ---- wide products: beside the narrow ones, for the same bytes ----
+
+# name -> (output rows, leaves, k-steps a leaf, tokens, whether row tiles meet in pairs)
+WIDE = {"wide": (40, 16, 2, 128, False), "wide_odd": (56, 2, 3, 128, False), "wide_64": (88, 4, 6, 64, False), "wide_one": (104, 1, 5, 128, False),
+        "wide_pairs": (64, 4, 1, 128, True)}
+WIDE_SMS = 5   # blocks walk over several groups of tiles
+
+
+def wide_source(name: str) -> str:
+    """Kernels `name` and `name`_tree: a wide product with a plain store; of a pair, half the difference."""
+    rows, leaves, steps, tokens, pair = WIDE[name]
+    values, stored = ("float a, float b", "0.5f * (a - b)") if pair else ("float v", "v")
+    store = f"[&](int row, int token, {values}) {{ if (row < outputs) y[size_t(token) * outputs + row] = {stored}; }}"
+    return f"""#include "wide_core.cuh"
+typedef WideShape<{repack.tiles_of(rows)}, {leaves}, {steps}, {tokens}> S;
+static_assert(S::kFits, "");
+extern "C" __global__ void __launch_bounds__(S::kThreads) {name}(const uint4* w, const bf16* x, int stride, f32x4* partial, float* y, int outputs) {{
+  K3_DYN_SMEM(u8, smem);
+  auto store = {store};
+  wide_product<S>(w, x, stride, partial, smem, [&](int row, int token, float v) {{ {"" if pair else "store(row, token, v);"} }});
+}}
+extern "C" __global__ void __launch_bounds__(S::kThreads) {name}_tree(const f32x4* partial, float* y, int outputs) {{
+  wide_sum<S, {str(pair).lower()}>(partial, {store});
+}}
+extern "C" __constant__ int {name}_launch[5] = {{wide_blocks<S>({WIDE_SMS}), S::kThreads, S::kSmem, wide_sum_blocks<S, {str(pair).lower()}>(), S::kNT}};
+"""
+
+
+def wide_case(name: str, seed: int = 0):
+    """(packed weights, tokens bf16, float64 result) of a wide product."""
+    rows, leaves, steps, tokens, pair = WIDE[name]
+    rng, k = np.random.default_rng(seed), leaves * steps * 16
+    w, x = to_bf16(rng.standard_normal((rows, k))), to_bf16(rng.standard_normal((tokens, k)))
+    want = of_bf16(x) @ of_bf16(w).T
+    if pair:   # tiles in turn
+        tiles = want.reshape(tokens, -1, 2, 16)
+        want = 0.5 * (tiles[:, :, 0] - tiles[:, :, 1]).reshape(tokens, -1)
+    return repack.pack_bf16(w, leaves), x, want

@@ -15,12 +15,12 @@ from test_jit import NVDISASM  # noqa: E402
 
 from k3cuda import weights  # noqa: E402
 from k3cuda.buffers import buffer_shape, step_dims  # noqa: E402
-from k3cuda.config import MAX_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
+from k3cuda.config import DECODE_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import Probes, build_files, kernels_of  # noqa: E402
 from k3cuda.errors import BenchmarkError  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import cuda_bench_checks as checks  # noqa: E402
-from k3cuda.runtime.cuda_kernels import ROW_BUCKETS, compile_bucket  # noqa: E402
+from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, compile_bucket  # noqa: E402
 from k3cuda.runtime.step_bytes import StepBytes  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER, STAGES  # noqa: E402
 
@@ -64,11 +64,11 @@ def test_commit_is_no_part_of_the_floor_but_has_bytes_of_its_own(released):
 
 # ---- what makes a result void ----
 
-@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("rows", range(1, DECODE_ROWS + 1))
 def test_the_other_bucket_is_another_one_and_holds_the_rows(rows):
-    own = next(b for b in ROW_BUCKETS if b >= rows)
+    own = next(b for b in DECODE_BUCKETS if b >= rows)
     bucket, checked = checks.other_bucket(rows)
-    assert bucket != own and bucket in ROW_BUCKETS and rows // 2 <= checked <= min(rows, bucket) and checked
+    assert bucket != own and bucket in DECODE_BUCKETS and rows // 2 <= checked <= min(rows, bucket) and checked
 
 
 def test_faster_than_the_bytes():
@@ -110,7 +110,7 @@ def test_every_rank_place_must_hold_the_part(stale):
             shape = buffer_shape(checks.BUFFER[m.target], dims)
             part = rng.random((shape[0], shape[1] // 4) if m.how == GATHER else shape[1:], np.float32)
             held[m.target] = (np.tile(part, 4) if m.how == GATHER else np.stack([part] * 4)).view(OnDevice)
-            held[m.target][(MAX_ROWS - 1 if m.how == GATHER else (2, MAX_ROWS - 1))] = np.nan   # a padding row: nobody's business
+            held[m.target][(DECODE_ROWS - 1 if m.how == GATHER else (2, DECODE_ROWS - 1))] = np.nan   # a padding row: nobody's business
             assert m.how != SCATTER or m.target == "shared_parts"
     if stale:
         held[stale][(0, slice(-3, None)) if held[stale].ndim == 2 else (2, 0, 5)] = 9
@@ -150,7 +150,7 @@ def test_delay_is_in_kernels_behind_a_collective_and_in_no_other():
     clocks = {name for name, code in zip(parts[::2], parts[1::2]) if "SR_CLOCK" in code}
     targets = {m.target for s in STAGES for m in s.moves}
     used = {op.stage for op in plan.ops}
-    assert clocks == {kernels_of(s)[0] for s in used if targets & set(s.inputs)} and len(clocks) > 5
+    assert clocks == {kernels_of(s, plan)[0] for s in used if targets & set(s.inputs)} and len(clocks) > 5
 
 
 # ---- what stands beside a number ----

@@ -54,10 +54,12 @@ def build(tmp_path_factory):
     return lambda kernels: HostCores(kernels, tmp_path_factory.mktemp("unit"))
 
 
-def test_kda(build):
-    cores = build([gpu_kda.MIXES[1, 4, 512], gpu_kda.MIXES[1, 2, 512], gpu_kda.COMMITS[4, 2], gpu_kda.COMMITS[2, 2]])
+def test_kda(build, monkeypatch):
+    cores = build([gpu_kda.MIXES[1, 4, 512], *gpu_kda.WIDE, gpu_kda.MIXES[1, 2, 512], gpu_kda.COMMITS[4, 2], gpu_kda.COMMITS[2, 2]])
     gpu_kda.test_mix_matches_reference(cores, 1, 30)
     gpu_kda.test_chunks_and_commits_give_the_bytes_of_single_rows(cores, 1, (3, 9, 8))
+    monkeypatch.setattr(gpu_kda, "MIXES", {(1, 4, 512): gpu_kda.MIXES[1, 4, 512]})
+    gpu_kda.test_a_wide_steps_kernels_give_the_same_bytes(cores, 1, 55)
     gpu_kda.test_commit_bytes_do_not_depend_on_launch(cores, (2, 2), 2)
 
 

@@ -9,6 +9,7 @@ import pytest
 from drafts import Alone, ask, made, random_taps
 from models import backend, headdims, open_slot, step_rows
 
+from k3cuda.buffers import ROW_AXES
 from k3cuda.draft_stages import DRAFT_STAGES
 from k3cuda.plan import instance
 from k3cuda.runtime.drafting import Drafting
@@ -61,7 +62,7 @@ def target(**draft):
     for arena in be.arenas:
         arena["row_accepted"][:] = 0
         arena["row_accepted"][[0, 1, 4, 5, 6, 10]] = 1
-    return Machine(be.program, be.plan.ops + be.plan.commit, {"rows": 11, "head_rows": 11})
+    return Machine(be.program, be.plan.ops + be.plan.commit, dict.fromkeys(ROW_AXES, 11))
 
 
 def draft(family, is_context=False, **changes):
@@ -206,7 +207,7 @@ class Doubled:
 
 def test_reads_are_read_only_and_undeclared_names_do_not_exist():
     m = machine("target")
-    call = m.program.bind(m.op(next(s for s in STAGES if s.name == "o_proj")), 0, {"rows": 8, "head_rows": 8})
+    call = m.program.bind(m.op(next(s for s in STAGES if s.name == "o_proj")), 0, dict.fromkeys(ROW_AXES, 8))
     with pytest.raises(ValueError, match="read-only"):
         call.b.mixer_out[:] = 0
     with pytest.raises(AttributeError):

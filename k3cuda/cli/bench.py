@@ -2,7 +2,7 @@
 import click
 
 from ..buffers import KV_BYTES
-from ..config import MAX_ROWS
+from ..config import DECODE_ROWS
 from ..errors import OutOfMemory, UsageError
 from ..runtime.cuda_driver import require_gpu
 from . import options
@@ -60,8 +60,8 @@ _FLAGS = (
     options.flag("--tp", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", aliases=options.TP_ALIASES, help="Ranks the model is cut into."),
     options.flag("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The one rank that runs; its collectives are looped back."),
     options.flag("--layers", type=click.IntRange(min=1), metavar="N", help="Run the first N layers only.  [default: all]"),
-    options.flag("--rows", type=Counts(MAX_ROWS), default="1,8", show_default=True, help="Rows of a step."),
-    options.flag("--sequences", type=click.IntRange(1, MAX_ROWS), metavar="N",
+    options.flag("--rows", type=Counts(DECODE_ROWS), default="1,8", show_default=True, help="Rows of a step."),
+    options.flag("--sequences", type=click.IntRange(1, DECODE_ROWS), metavar="N",
                  help=f"Sequences that the rows belong to.  [default: 1 for up to {ONE_SEQUENCE} rows, else one for each]"),
     options.flag("--context", type=Counts(LONGEST_CONTEXT), default="1", show_default=True, help="Tokens of every sequence, the step's own included."),
     options.flag("--kv-cache-dtype", type=click.Choice(list(KV_BYTES)), default="fp8_e4m3", show_default=True, metavar="TYPE",
@@ -73,7 +73,7 @@ _FLAGS = (
 
 @bench.command(cls=options.Command)
 @options.model(default="kimi-k3")
-@options.flags(*_FLAGS, options.flag("--stages", type=Counts(MAX_ROWS), metavar="ROWS", help="Time every stage as well, in steps of so many rows."))
+@options.flags(*_FLAGS, options.flag("--stages", type=Counts(DECODE_ROWS), metavar="ROWS", help="Time every stage as well, in steps of so many rows."))
 def step(stages, output, **what):
     """Time decode steps of one true rank, commit included, and check them. Weights are random and made on the device; MODEL gives only the sizes.
 

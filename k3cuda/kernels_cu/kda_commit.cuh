@@ -15,12 +15,10 @@ struct KdaCommit {
   bf16* conv_state;                             // [layers][slots][3][history][heads dim]
 };
 
-constexpr int kCommitRows = 256;                // rows of a step at most
-
 template <class S>
 struct KdaCommitSmem {
-  int row_slot[kCommitRows];
-  u8 row_accepted[kCommitRows];
+  int row_slot[kStepRows];
+  u8 row_accepted[kStepRows];
   float k[S::kBatch][S::kDim], fade[S::kBatch][S::kDim], v[S::kBatch][S::kSlice], beta[S::kBatch];
 };
 
@@ -84,17 +82,5 @@ K3_DEVICE void kda_commit(const KdaCommit& a, KdaCommitSmem<S>& m, int layer, in
     m.row_accepted[i] = a.row_accepted[i];
   }
   __syncthreads();
-  int sequence = 0;
-  for (int base = 0; base < a.rows; base += kWarpSize) {
-    int r = base + lane_id();
-    int slot = r < a.rows ? m.row_slot[r] : -1;
-    u32 starts = __ballot_sync(kFullWarp, slot >= 0 && (r == 0 || m.row_slot[r - 1] != slot));
-    while (starts) {
-      int bit = 0;
-      while (!(starts >> bit & 1)) ++bit;
-      starts &= starts - 1;
-      if (sequence++ % lanes == lane)
-        kda_commit_sequence<S>(a, m, layer, head, part, base + bit, __shfl_sync(kFullWarp, slot, bit));
-    }
-  }
+  kda_each_sequence(m.row_slot, a.rows, lane, lanes, [&](int first, int slot) { kda_commit_sequence<S>(a, m, layer, head, part, first, slot); });
 }

@@ -47,11 +47,11 @@ K3_DEVICE size_t kda_vector_at(int i, int stride, int head, int part) {
   return size_t(which) * stride + head * S::kDim + c;
 }
 
-// Weights and the conv window, which nothing of this step writes. f_b's rows lie as MMA operands, each lane's own words (row g, then
+// Weights. f_b's rows lie as MMA operands, each lane's own words (row g, then
 // row g + 8); inside a chunk of 16 inputs lane 4 g + t holds inputs 4 t to 4 t + 3, on both sides.
 template <class S>
-K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int slot) {
-  const int tid = threadIdx.x, channels = a.heads * S::kDim;
+K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part) {
+  const int tid = threadIdx.x;
   for (int tile = S::kWarps - 1 - warp_id(); tile < S::kTiles; tile += S::kWarps) {
     const bf16* p = a.f_b + (size_t(head) * S::kDim + tile * 16 + lane_id() / 4) * S::kDim + lane_id() % 4 * 4;
     K3_UNROLL
@@ -64,13 +64,17 @@ K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int
     int which = c / S::kDim < 2 ? c / S::kDim : 2, channel = head * S::kDim + (which < 2 ? c % S::kDim : part * S::kSlice + c - 2 * S::kDim);
     copy_async<16>(&m.taps[c], (which == 0 ? a.q_conv : which == 1 ? a.k_conv : a.v_conv) + size_t(channel) * S::kWidth);
   }
-  for (int i = tid; i < S::kHistory * S::kConvVectors; i += S::kThreads) {
-    int j = i / S::kConvVectors, v = i % S::kConvVectors;
-    size_t at = kda_vector_at<S>(v, channels * S::kHistory, head, part) + (size_t(slot) * 3 * S::kHistory + j) * channels;
-    copy_async<16>(&m.inputs[j][v * 8], a.conv_state + at);
-  }
   if (tid < S::kDim / 4) copy_async<16>(&m.bias[4 * tid], a.dt_bias + head * S::kDim + 4 * tid);
   if (tid < S::kSlice / 4) copy_async<16>(&m.norm[4 * tid], a.o_norm + part * S::kSlice + 4 * tid);
+}
+
+// The conv's inputs before the rows: kHistory of them from `from` on, `next` apart, q, k and v each `stride` apart.
+template <class S>
+K3_DEVICE void kda_load_window(KdaMixSmem<S>& m, const bf16* from, int stride, int next, int head, int part) {
+  for (int i = threadIdx.x; i < S::kHistory * S::kConvVectors; i += S::kThreads) {
+    int j = i / S::kConvVectors, v = i % S::kConvVectors;
+    copy_async<16>(&m.inputs[j][v * 8], from + size_t(j) * next + kda_vector_at<S>(v, stride, head, part));
+  }
 }
 
 // What earlier kernels of the step left for a batch of rows, on its way through registers.
@@ -252,7 +256,9 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     __syncthreads();
     cluster_begin();
   }
-  kda_load_weights<S>(a, m, head, part, slot);
+  kda_load_weights<S>(a, m, head, part);
+  const int channels = a.heads * S::kDim;       // the window: nothing of this step writes it
+  kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * channels, channels * S::kHistory, channels, head, part);
   const float scale = expf(a.a_log[head]);
   const int length = kda_sequence_rows(a.row_slot, a.rows, first, slot);
   if constexpr (S::kSplit > 1) cluster_wait();  // every block's inbox stands

@@ -125,6 +125,26 @@ struct KdaState {
   }
 };
 
+constexpr int kStepRows = 256;                  // of a step at most
+
+// Calls work(first row, slot) for the sequences `lane`, lane + lanes, ... of a step, counted by their first row. The whole block.
+template <class Work>
+K3_DEVICE void kda_each_sequence(const int* row_slot, int rows, int lane, int lanes, Work&& work) {
+  int sequence = 0;
+  for (int base = 0; base < rows; base += kWarpSize) {
+    int r = base + lane_id();
+    int slot = r < rows ? row_slot[r] : -1;
+    u32 starts = __ballot_sync(kFullWarp, slot >= 0 && (r == 0 || row_slot[r - 1] != slot));
+    while (starts) {
+      int bit = 0;
+      while (!(starts >> bit & 1)) ++bit;
+      starts &= starts - 1;
+      int its = __shfl_sync(kFullWarp, slot, bit);
+      if (sequence++ % lanes == lane) work(base + bit, its);
+    }
+  }
+}
+
 // Rows of `slot` from `first` on: neighbours of one sequence.
 K3_DEVICE int kda_sequence_rows(const int* row_slot, int rows, int first, int slot) {
   for (int n = 0;; n += kWarpSize) {

@@ -37,8 +37,8 @@ struct NormSmem {
 struct NormRow {
   const int* row_slot;                          // [rows], -1 pads; null: every row is live
   const int* row_map;                           // row of the inputs that output row i takes, -1 for none; null: i itself
-  int rows;                                     // rows of a part and of a block: their stride
-  const float* parts;                           // [ranks][rows][n]; null: nothing joins
+  int rows, part_rows;                          // of a block, and of a rank's part: their strides
+  const float* parts;                           // [ranks][part_rows][n]; null: nothing joins
   const float* hidden;                          // [rows][n]; null: the sum of parts is all
   float* hidden_out;                            // [rows][n], may be `hidden`; null: not kept
   float* snapshot;                              // [rows][n]: the closed block this row's sum becomes, hidden_out then 0; null: none
@@ -178,7 +178,7 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
     if (a.parts) {
       float part[S::kParts];
       K3_UNROLL
-      for (int k = 0; k < S::kParts; ++k) part[k] = a.parts[size_t(k) * a.rows * S::kN + at];
+      for (int k = 0; k < S::kParts; ++k) part[k] = a.parts[size_t(k) * a.part_rows * S::kN + at];
       p[i] = tree_sum<S::kParts>(part, 1);
       if (a.hidden) p[i] += before;
     } else {

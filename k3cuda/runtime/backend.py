@@ -11,7 +11,7 @@ from typing import Protocol, Sequence
 import numpy as np
 
 from ..buffers import BY_NAME, Buffer
-from ..config import MAX_ROWS, K3Config
+from ..config import DECODE_ROWS, K3Config
 from ..errors import ConfigError, UsageError
 from .sampling import Draw, Drawn
 
@@ -28,7 +28,7 @@ class StepRows:
     token_ids: np.ndarray    # int32 [n]; AS_SAMPLED only where the backend overlaps
     slots: np.ndarray        # int32 [n]
     positions: np.ndarray    # int32 [n], absolute
-    logit_rows: np.ndarray   # int32 [m], rows whose logits are wanted, rising
+    logit_rows: np.ndarray   # int32 [m], rows whose logits are wanted, rising; at most DECODE_ROWS
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -63,8 +63,8 @@ class StepCounts:
 
 def check_room(cfg: K3Config, max_batch: int, max_model_len: int | None) -> None:
     """Raises ConfigError where no machine could hold so many slots, or sequences so long; a length of None is not looked at."""
-    if not 1 <= max_batch <= MAX_ROWS:
-        raise ConfigError(f"max_batch {max_batch} is outside 1 to {MAX_ROWS}")
+    if not 1 <= max_batch <= DECODE_ROWS:
+        raise ConfigError(f"max_batch {max_batch} is outside 1 to {DECODE_ROWS}")
     if max_model_len is not None and max_model_len > cfg.max_position_embeddings:
         raise ConfigError(f"max_model_len {max_model_len} is beyond the model's {cfg.max_position_embeddings}", "leave it out for what fits")
 

@@ -5,13 +5,13 @@ import numpy as np
 
 from ..buffers import KV_BYTES
 from ..config import MAX_ROWS, PAGE_SIZE, K3Config
-from ..emit import NO_PROBES, Probes, arena_offsets, kernels_of
+from ..emit import NO_PROBES, Probes, arena_offsets, launches_of
 from ..errors import ConfigError, OutOfMemory, UsageError
-from ..plan import Plan, build_plan
+from ..plan import Op, Plan, build_plan
 from ..reference.sample import sample_row
 from . import cuda_weights
 from .backend import StepCounts, StepRows, check_buffer, check_room
-from .cuda_driver import open_device
+from .cuda_driver import Launch, open_device
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import RankMemory, session_bytes
 from .cuda_trace import TraceMemory
@@ -67,7 +67,7 @@ class CudaBackend:
         for memory, arrays in zip(self.memories, held):
             memory.weights = arrays
         self._steps = [m.step_struct(r, self.memories, only_rank is not None) for m, r in zip(self.memories, owned)]
-        self.trace = TraceMemory(self._steps, self.plan, ride) if probes.trace else None
+        self.trace = TraceMemory(self._steps, self.plan) if probes.trace else None
         self._page_tables = np.full((max_batch, slot_pages), -1, np.int32)
         self._staging = self._pinned_inputs()
         self._graphs: dict[tuple[str, int], object] = {}
@@ -175,8 +175,8 @@ class CudaBackend:
     def _write(self, **values) -> None:
         self.stream.synchronize()   # the copy before this one has left the staging memory
         for name, array in values.items():
-            start, dtype = self.memories[0].offsets[name], np.uint8 if name == "row_accepted" else np.int32
-            view = self._staging[start:start + MAX_ROWS * np.dtype(dtype).itemsize].view(dtype)
+            start, target = self.memories[0].offsets[name], self.memories[0].buffer(name)
+            view = self._staging[start:start + target.nbytes].view(target.dtype)
             view[:] = PADDING[name]
             view[:len(array)] = array
         for memory in self.memories:
@@ -191,19 +191,22 @@ class CudaBackend:
             self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
         return self._kernels[bucket]
 
-    def launches(self, what: str, bucket: int, overlap: bool = True) -> list:
-        """Every launch of a step or a commit in order, rank after rank for each operation; each may begin under the one before it."""
-        kernels = self.kernels(bucket)
-        ops = self.plan.ops if what == "step" else self.plan.commit[:1]   # one launch commits every layer
-        out = []
-        for op in ops:
-            if op.stage.moves and self.ride:
-                continue
-            for name in kernels_of(op.stage):
-                for memory, step in zip(self.memories, self._steps):
-                    args = memory.op_struct(op)
-                    args.launch = len(out)
-                    out.append(kernels.launch(name, step, args, self._raw_stream, dependent=overlap and bool(out)))
+    def launches(self, what: str, bucket: int, overlap: bool = True) -> list[tuple[Op, list[Launch]]]:
+        """(operation, its launches) of a step or a commit in order, rank after rank for each kernel; each may begin under the one before it.
+
+        The launch of a commit is for every layer.
+        """
+        kernels, out, count = self.kernels(bucket), [], 0
+        for op in self.plan.ops if what == "step" else self.plan.commit[:1]:
+            group = []
+            for name, first_row in launches_of(op.stage, self.plan, bucket, self.ride):
+                for memory, step in zip(self.memories, self._steps if name in kernels.shapes else ()):
+                    args = memory.op_struct(op, first_row)
+                    args.launch = count
+                    group.append(kernels.launch(name, step, args, self._raw_stream, dependent=overlap and count > 0))
+                    count += 1
+            if group:
+                out.append((op, group))
         return out
 
     def _replay(self, what: str, bucket: int) -> None:
@@ -212,11 +215,15 @@ class CudaBackend:
             self.stream.synchronize()
             with self.stream:
                 self.stream.begin_capture()
-                for launch in launches:
-                    launch.launch()
+                for _, group in launches:
+                    for launch in group:
+                        launch.launch()
                 graph = self.stream.end_capture()
             self._graphs[what, bucket] = (graph, launches)
-        self._graphs[what, bucket][0].launch(self.stream)
+        graph, launches = self._graphs[what, bucket]
+        if self.trace and what == "step":
+            self.trace.names = [(launch.kernel, op.layer) for op, group in launches for launch in group]
+        graph.launch(self.stream)
 
     def _fitting_length(self, asked: int | None, ranks: int, utilization: float) -> int:
         free, total = cupy.cuda.runtime.memGetInfo()

@@ -7,7 +7,7 @@ from ..dataflow import layer_kinds
 from ..errors import BenchmarkError
 from ..stages import GATHER
 from .cuda_compare import Compare, launch_groups
-from .cuda_kernels import ROW_BUCKETS, bucket_of
+from .cuda_kernels import DECODE_BUCKETS, bucket_of
 
 WAY_OUT = "this is a bug: report the command"
 SPREAD = 1e-3   # standard deviation that logits of a step have at least, were they made from random weights
@@ -38,7 +38,7 @@ def same_step(got: dict, want: dict, what: str, rows: int | None = None) -> None
 
 def other_bucket(rows: int) -> tuple[int, int]:
     """(bucket, rows): another bucket that the same step, or the first half of its rows, can run in."""
-    wider = [b for b in ROW_BUCKETS if b > bucket_of(rows)]
+    wider = [b for b in DECODE_BUCKETS if b > bucket_of(rows)]
     return (wider[0], rows) if wider else (bucket_of(rows // 2), rows // 2)
 
 
@@ -54,8 +54,9 @@ def check_step(bench, walk: bool) -> dict:
 
     bucket, rows = other_bucket(bench.rows)
     poison(bench)
-    for launch in bench.backend.launches("step", bucket, overlap=False):
-        launch.launch()
+    for _, launches in launch_groups(bench.backend, "step", bucket, overlap=False):
+        for launch in launches:
+            launch.launch()
     same_step(bench.outputs(), want, f"kernel by kernel in the bucket of {bucket}", rows)
 
     bench.place(*placed, seed=6)

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from ..buffers import BY_NAME
-from ..emit import kernels_of
+from ..buffers import BY_NAME, ROW_AXES
 from ..plan import Op, instance
 from ..reference import FUNCTIONS
 from ..reference.numerics import Numerics
@@ -25,13 +24,7 @@ TIE = 2**-20   # biased scores closer than this differ by the sigmoid's last bit
 
 def launch_groups(be, what: str, bucket: int, overlap: bool = True) -> list[tuple[tuple[Op, ...], list]]:
     """[(operations, their launches)] of a step or a commit; a commit is one launch for all its operations."""
-    launches = iter(be.launches(what, bucket, overlap))
-    if what == "commit":
-        return [(be.plan.commit, list(launches))]
-    groups = [((op,), [next(launches) for _ in kernels_of(op.stage) for _ in be.memories])
-              for op in be.plan.ops if not (be.ride and op.stage.moves)]
-    assert next(launches, None) is None, "a step has launches that belong to no operation"
-    return groups
+    return [(be.plan.commit if what == "commit" else (op,), launches) for op, launches in be.launches(what, bucket, overlap)]
 
 
 @dataclass
@@ -123,7 +116,7 @@ class Compare:
         """A copy of the first rows of a buffer, or of the part of it that belongs to the operation's layer; F32 for floats."""
         b, array = BY_NAME[name], self.memory.buffer(name)
         names, array = (b.shape[1:], array[op.kind_index]) if len(instance(name, op)) > 1 else (b.shape, array)
-        count = {"rows": rows, "head_rows": rows, "pages": self.pages}
+        count = dict.fromkeys(ROW_AXES, rows) | {"pages": self.pages}
         array = array[tuple(slice(count.get(s)) for s in names)]
         kv = ml_dtypes.float8_e4m3fn if self.be.kv_cache_dtype == "fp8_e4m3" else ml_dtypes.bfloat16
         values = np.ascontiguousarray(array.get()).view(kv if b.dtype == "kv" else HOST_DTYPE[b.dtype])
@@ -134,5 +127,5 @@ class Compare:
         if name == "mla_cache":
             return array[self.compared_pages]
         names = BY_NAME[name].shape[1:] if len(instance(name, op)) > 1 else BY_NAME[name].shape
-        axis = next((i for i, s in enumerate(names) if s in ("rows", "head_rows")), None)
+        axis = next((i for i, s in enumerate(names) if s in ROW_AXES), None)
         return array if axis is None else array.take(range(rows), axis)

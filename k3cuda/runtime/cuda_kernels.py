@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from ..config import MAX_ROWS
+from ..config import DECODE_ROWS, MAX_ROWS
 from ..emit import H200_SMS, NO_PROBES, Probes, build_files, kernels_of
 from ..plan import Plan
 from .cuda_driver import Launch, Module
@@ -13,7 +13,8 @@ from .cuda_jit import Compiled, compile_cuda
 # Multiprocessors of the GPUs of an architecture: a cubin is for one number, since kernels spread over all of them. H200 132, as its driver
 # says; others as published: H100 SXM 132, B200 148, GB200 152, GB300 152, B300 148. Any other GPU compiles for itself at its first step.
 GPU_SMS = {"sm_90a": (132,), "sm_100a": (148, 152), "sm_103a": (152, 148)}
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, MAX_ROWS)  # a step runs in the smallest that holds its rows
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, DECODE_ROWS)
+ROW_BUCKETS = (*DECODE_BUCKETS, 128, MAX_ROWS)  # a step runs in the smallest that holds its rows
 
 
 def bucket_of(rows: int) -> int:
@@ -43,18 +44,21 @@ class BucketKernels:
     """Loaded kernels of one bucket.
 
     Attributes:
-        shapes: kernel -> (blocks along x and y, threads, blocks of a cluster, bytes of shared memory), as the kernels say themselves.
+        shapes: kernel -> (blocks along x, y and z, threads, blocks of a cluster, bytes of shared memory), as the kernels say themselves.
     """
 
     def __init__(self, plan: Plan, rows: int, compiled: Compiled, ride: bool = True):
         self.rows, self.module = rows, Module(compiled.cubin)
-        names = dict.fromkeys(k for op in plan.ops + plan.commit if not (ride and op.stage.moves) for k in kernels_of(op.stage))
-        self.shapes = {n: self.module.constants(f"k_{n}_launch", 5) for n in names}
-        self.functions = {n: self.module.function(f"k_{n}", shape[4]) for n, shape in self.shapes.items()}
+        names = dict.fromkeys(k for op in plan.ops + plan.commit for k in kernels_of(op.stage, plan, rows, ride))
+        shapes = {n: self.module.constants(f"k_{n}_launch", 6) for n in names}
+        self.shapes = {n: shape for n, shape in shapes.items() if shape[0]}   # a kernel without blocks has nothing to do in this model
+        self.functions = {n: self.module.function(f"k_{n}", shape[5]) for n, shape in self.shapes.items()}
 
     def launch(self, kernel: str, step: ctypes.Structure, args: ctypes.Structure, stream: int, dependent: bool) -> Launch:
-        x, y, threads, cluster, shared = self.shapes[kernel]
-        return Launch(self.functions[kernel], (x, y), threads, [step, args], shared=shared, stream=stream, cluster=cluster, dependent=dependent)
+        *blocks, threads, cluster, shared = self.shapes[kernel]
+        launch = Launch(self.functions[kernel], tuple(blocks), threads, [step, args], shared=shared, stream=stream, cluster=cluster, dependent=dependent)
+        launch.kernel = kernel
+        return launch
 
     def close(self) -> None:
         self.module.close()

@@ -6,7 +6,7 @@ import cupy
 import numpy as np
 
 from ..buffers import BY_NAME, KV_BYTES, buffer_bytes, buffer_shape, step_dims
-from ..config import MAX_ROWS, PAGE_SIZE, K3Config
+from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
 from ..emit import MLA_WORK_COLUMNS, SESSION, arena_offsets
 from ..packing import MAX_PACKED
 from ..plan import Op, Plan
@@ -29,7 +29,7 @@ class OpStruct(ctypes.Structure):
     """`struct OpArgs` of emit.py."""
 
     _fields_ = [("w", ctypes.c_void_p * MAX_PACKED), ("layer", ctypes.c_int), ("kind_index", ctypes.c_int), ("num_blocks", ctypes.c_int),
-                ("opens_block", ctypes.c_int), ("launch", ctypes.c_int), ("kv_scale", ctypes.c_float)]
+                ("opens_block", ctypes.c_int), ("launch", ctypes.c_int), ("first_row", ctypes.c_int), ("kv_scale", ctypes.c_float)]
 
 
 def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:
@@ -39,13 +39,13 @@ def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_
 
 
 def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
-    """Partial results of the split context that one step can have at most: a whole context of every slot, in its shortest chunks.
+    """Partial results of the split context that one launch can have at most: a whole context of every slot, in its shortest chunks.
 
     A partial belongs to a group of (row, head) pairs of one sequence: those of 8 rows, or MLA_WORK_COLUMNS if that is less.
     """
     heads = cfg.num_attention_heads // tp
     chunks = -(-slot_pages * PAGE_SIZE // MLA_SHORTEST_CHUNK)
-    return chunks * (slots + max(MAX_ROWS // 8, -(-MAX_ROWS * heads // MLA_WORK_COLUMNS)))
+    return chunks * (slots + max(DECODE_ROWS // 8, -(-DECODE_ROWS * heads // MLA_WORK_COLUMNS)))
 
 
 def mla_work_bytes(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
@@ -116,9 +116,9 @@ class RankMemory:
             s.peers[i] = (self if loopback else peers[i]).arena.data.ptr
         return s
 
-    def op_struct(self, op: Op, kv_scale: float = 1.0) -> OpStruct:
+    def op_struct(self, op: Op, first_row: int = 0, kv_scale: float = 1.0) -> OpStruct:
         o = OpStruct(layer=-1 if op.layer is None else op.layer, kind_index=op.kind_index, num_blocks=op.num_blocks,
-                     opens_block=op.layer is not None and self.plan.cfg.opens_res_block(op.layer), kv_scale=kv_scale)
+                     opens_block=op.layer is not None and self.plan.cfg.opens_res_block(op.layer), kv_scale=kv_scale, first_row=first_row)
         for i, array in enumerate(self.weights.get((op.layer, op.stage.name), ())):
             o.w[i] = array.data.ptr
         return o

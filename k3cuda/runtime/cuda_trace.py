@@ -4,7 +4,8 @@ from dataclasses import dataclass
 import cupy
 import numpy as np
 
-from ..emit import kernels_of
+from ..config import DECODE_ROWS, MAX_ROWS
+from ..emit import launches_of
 from ..plan import Plan
 
 WORDS = 8  # of 64 bits, a launch
@@ -36,13 +37,16 @@ class TraceMemory:
 
     Args:
         steps: StepStructs of the ranks, which get its address.
-        plan, ride: of the step.
+        plan: of the step.
+
+    Attributes:
+        names: (kernel, layer) of every launch of the last step, in order.
     """
 
-    def __init__(self, steps, plan: Plan, ride: bool):
-        ops = [op for op in plan.ops if not (ride and op.stage.moves)]
-        self.names = [(kernel, op.layer) for op in ops for kernel in kernels_of(op.stage) for _ in steps]
-        self.words = cupy.zeros((len(self.names), WORDS), cupy.uint64)
+    def __init__(self, steps, plan: Plan):
+        self.names: list[tuple[str, int | None]] = []
+        most = max(sum(len(launches_of(op.stage, plan, rows, False)) for op in plan.ops) for rows in (DECODE_ROWS, MAX_ROWS))
+        self.words = cupy.zeros((most * len(steps), WORDS), cupy.uint64)
         for step in steps:
             step.trace = self.words.data.ptr
 

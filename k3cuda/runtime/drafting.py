@@ -1,7 +1,7 @@
 """How a draft model is used: how many tokens, from how wide a block, and how they are accepted. Checked once; no arithmetic here."""
 from dataclasses import dataclass
 
-from ..config import MAX_ROWS
+from ..config import DECODE_ROWS
 from ..errors import UsageError
 from ..plan import Taps
 from .draft_checkpoint import DraftTensors
@@ -69,7 +69,7 @@ class Drafting:
     @property
     def max_batch(self) -> int:
         """Sequences that can draft and verify in one step."""
-        return MAX_ROWS // max(self.num_drafts + 1, self.block_rows)
+        return DECODE_ROWS // max(self.num_drafts + 1, self.block_rows)
 
     @property
     def spare_positions(self) -> int:
@@ -79,7 +79,7 @@ class Drafting:
     def check_batch(self, max_batch: int) -> None:
         """Raises UsageError where so many sequences would not fit one step with all their drafts."""
         if max_batch > self.max_batch:
-            raise UsageError(f"max_batch: found {max_batch}, but with {self.num_drafts} drafts of a block of {self.block_rows} rows {MAX_ROWS} rows hold "
+            raise UsageError(f"max_batch: found {max_batch}, but with {self.num_drafts} drafts of a block of {self.block_rows} rows {DECODE_ROWS} rows hold "
                              f"{self.max_batch} sequences", f"use a max_batch of at most {self.max_batch}, or fewer drafts")
 
 

@@ -4,8 +4,8 @@ import os
 import numpy as np
 
 from .. import weights
-from ..buffers import BY_NAME, step_dims
-from ..config import MAX_ROWS, PAGE_SIZE, K3Config
+from ..buffers import BY_NAME, ROW_AXES, step_dims
+from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
 from ..draft_buffers import cache_bytes
 from ..errors import ConfigError, OutOfMemory
 from ..plan import Plan, build_plan
@@ -43,7 +43,7 @@ class NumpyBackend:
         check_room(checkpoint.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in ("auto", *CACHE_ROUNDING):
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown", f"use auto, {', '.join(CACHE_ROUNDING)}")
-        self.cfg, self.tp, self.num_slots, self.max_rows = checkpoint.cfg, tp, max_batch, MAX_ROWS
+        self.cfg, self.tp, self.num_slots, self.max_rows = checkpoint.cfg, tp, max_batch, DECODE_ROWS
         self.drafting = drafting
         if drafting:
             drafting.check_batch(max_batch)
@@ -53,7 +53,7 @@ class NumpyBackend:
         slot_pages = -(-(self.max_model_len + (drafting.spare_positions if drafting else 0)) // PAGE_SIZE)
         self.num_pages = slot_pages * max_batch
         places = {"slots": max_batch, "pages": self.num_pages, "slot_pages": slot_pages}
-        self.dims = step_dims(self.cfg, tp=tp, num_taps=self.plan.num_taps, **places)
+        self.dims = step_dims(self.cfg, tp=tp, rows=self.max_rows, num_taps=self.plan.num_taps, **places)
         self.max_logits = self.dims["head_rows"]
         held, num = [_load_weights(checkpoint, tp, r) for r in range(tp)], Numerics(activation_dtype, kv_cache_dtype)
         self.program = NumpyProgram(self.cfg, num, BY_NAME, self.dims, self.plan.aliases, held)
@@ -89,7 +89,7 @@ class NumpyBackend:
         """See Backend.step. `observe(op, arenas)`, for tests and scripts, is called after every operation."""
         self._check.step(rows)
         self.program.write(token_ids=rows.token_ids, row_slot=rows.slots, row_position=rows.positions, logit_rows=rows.logit_rows)
-        self.program.run(self.plan.ops, {"rows": len(rows), "head_rows": len(rows.logit_rows)}, observe)
+        self.program.run(self.plan.ops, dict.fromkeys(ROW_AXES, len(rows)) | {"head_rows": len(rows.logit_rows)}, observe)
         self.counts.steps[self.name] += 1
 
     def logits(self) -> np.ndarray:

@@ -1,7 +1,7 @@
 """A draft model on the CPU, beside the reference backend of its target."""
 import numpy as np
 
-from ..config import MAX_ROWS
+from ..config import DECODE_ROWS
 from ..draft_buffers import draft_dims
 from ..draft_plan import DraftPlan, build_draft_plan
 from ..draft_weights import DRAFT_WEIGHTS, exists_in_draft, is_shared
@@ -27,7 +27,7 @@ class NumpyDraft:
                  num: Numerics, target_weights: list[dict] | None = None):
         self.cfg, self.num_drafts, self.rows, tp = source.cfg, num_drafts, rows, len(taps)
         self.plan: DraftPlan = build_draft_plan(self.cfg, tp, num_drafts)
-        self.max_seqs = MAX_ROWS // rows
+        self.max_seqs = DECODE_ROWS // rows
         dims = draft_dims(self.cfg, tp=tp, num_drafts=num_drafts, seqs=self.max_seqs, slots=slots, pages=pages, slot_pages=slot_pages, rows=len(taps[0]))
         held = [_load_weights(source, tp, r, target_weights[r] if target_weights else {}) for r in range(tp)]
         self.program = NumpyProgram(self.cfg, num, self.plan.buffers, dims, self.plan.aliases, held, [{"taps": x} for x in taps])

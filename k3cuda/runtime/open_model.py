@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from ..config import MAX_ROWS, token_ids
+from ..config import DECODE_ROWS, token_ids
 from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
 from .backend import Backend
 from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
@@ -41,7 +41,7 @@ def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_mode
     chosen = _choose_backend(decode_backend, activation_dtype)
     kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
-    for name, value, most in (("tp", tp, None), ("max_batch", max_batch, MAX_ROWS), ("max_model_len", max_model_len, None)):
+    for name, value, most in (("tp", tp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
         _check_count(name, value, most)
     if draft_model is not None:
         raise UsageError(f"draft_model: found {str(draft_model)!r}, but this build does not speculate yet", "leave it out")

@@ -1,6 +1,7 @@
 """The engine's part of the backend contract. A breach would silently corrupt another row's state, so every backend checks it."""
 import numpy as np
 
+from ..config import DECODE_ROWS
 from ..errors import PlanError
 from .backend import StepRows
 
@@ -44,6 +45,8 @@ class RowCheck:
         """Raises PlanError unless the rows continue their slots, each slot's rows being neighbours."""
         if not 1 <= len(rows) <= self.max_rows:
             raise PlanError(f"a step of {len(rows)} rows, wanted 1 to {self.max_rows}")
+        if len(rows.logit_rows) > DECODE_ROWS:
+            raise PlanError(f"a step with logits of {len(rows.logit_rows)} rows, wanted at most {DECODE_ROWS}")
         found = sequences(rows.slots)
         if len({slot for slot, _ in found}) != len(found):
             raise PlanError("rows of one slot are not neighbours")

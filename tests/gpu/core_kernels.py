@@ -26,9 +26,10 @@ def struct(name, **fields):
 KdaMix = struct("KdaMix", row_slot="p", rows="i", heads="i", qkv="p", f_a="p", beta="p", out_gate="p", state="p", conv_state="p", f_b="p",
                 a_log="p", dt_bias="p", q_conv="p", k_conv="p", v_conv="p", o_norm="p", k="p", v="p", decay="p", out="p",
                 lower_bound="f", l2_eps="f", eps="f")
+KdaWork = struct("KdaWork", q="p", fade="p", o="p")
 KdaCommit = struct("KdaCommit", row_slot="p", row_accepted="p", rows="i", heads="i", slots="i", record_rows="i", qkv="p", k="p", v="p",
                    decay="p", beta="p", state="p", conv_state="p")
-NormRow = struct("NormRow", row_slot="p", row_map="p", rows="i", parts="p", hidden="p", hidden_out="p", snapshot="p", blocks="p",
+NormRow = struct("NormRow", row_slot="p", row_map="p", rows="i", part_rows="i", parts="p", hidden="p", hidden_out="p", snapshot="p", blocks="p",
                  num_blocks="i", score="p", weight="p", out="p", eps="f")
 
 
@@ -58,6 +59,19 @@ def kda_mix_shared(split):
     """Bytes of KdaMixSmem, rounded up."""
     own = 128 // split
     return 32768 + 4096 + 48 * (256 + own) + 4 * (3 * 1024 + 16 * own + 128 + own + 8 + 16 * split) + 32
+
+
+def kda_wide():
+    """The three kernels of a wide step's middle, in order. Blocks: (rows x heads), (heads x 8, lanes), (rows x heads / 8)."""
+    gates, scan = "KdaShape<128, 4, 1, 4, 256>", "KdaShape<128, 4, 8, 1>"
+    bodies = (("gates", gates, 256, "kda_gates<S>(a, w, *(KdaMixSmem<S>*)raw, blockIdx.x % a.heads, blockIdx.x / a.heads, " + READY + ");"),
+              ("scan", scan, 128, "grid_wait();\n  grid_launch_next();\n  "
+               "kda_scan<S>(a, w, *(KdaScanSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y);"),
+              ("norm", scan, 256, "grid_wait();\n  grid_launch_next();\n  kda_norm<S>(a, w, blockIdx.x * 8 + warp_id());"))
+    return [_kernel(f"kda_wide_{name}", shape, f"K3_DYN_SMEM(u8, raw);\n  {body}", threads, 1, "KdaMix a, KdaWork w") for name, shape, threads, body in bodies]
+
+
+KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 16) + 256) + 32   # bytes of KdaScanSmem
 
 
 def kda_commit(split, cols, threads=0, min_blocks=1):
@@ -96,7 +110,7 @@ def list_experts(experts, top_k, rows, threads):
 
 
 def unit(kernels) -> str:
-    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "norm_core.cuh", "route_core.cuh"))
+    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_wide.cuh", "norm_core.cuh", "route_core.cuh"))
     return heads + "".join(k.source for k in kernels)
 
 

@@ -2,7 +2,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-from core_kernels import BF16, KdaCommit, KdaMix, down, fill, kda_mix_shared, poisoned, up
+from core_kernels import BF16, KDA_SCAN_SHARED, KdaCommit, KdaMix, KdaWork, down, fill, kda_mix_shared, poisoned, up
 
 from k3cuda.config import L2NORM_EPS
 from k3cuda.reference import kda
@@ -54,6 +54,20 @@ class Kda:
 
     def mix(self, kernel, split, row_slot, x, layer=0):
         """One launch over the rows; x as from `inputs`. Returns what it wrote, records of untouched rows included."""
+        return self._run(row_slot, x, layer, lambda args, rows: self.cores.run(kernel, (self.heads * split, rows), [args], shared=kda_mix_shared(split)))
+
+    def mix_wide(self, kernels, row_slot, x, layer=0, lanes=3):
+        """The same by the three kernels of a wide step."""
+        work = fill(KdaWork, **{n: poisoned((len(row_slot), self.heads * D), F32) for n in ("q", "fade", "o")})
+
+        def run(args, rows):
+            gates, scan, norm = kernels
+            self.cores.run(gates, rows * self.heads, [args, work], shared=kda_mix_shared(1))
+            self.cores.run(scan, (self.heads * 8, lanes), [args, work], shared=KDA_SCAN_SHARED)
+            self.cores.run(norm, -(-rows * self.heads // 8), [args, work])
+        return self._run(row_slot, x, layer, run)
+
+    def _run(self, row_slot, x, layer, launch):
         rows, c = len(row_slot), self.heads * D
         self.qkv[layer, :rows], self.beta[layer, :rows] = up(x["qkv"]), up(x["beta"])
         for a in (self.k, self.v, self.decay):
@@ -63,7 +77,7 @@ class Kda:
                     beta=self.beta[layer], out_gate=up(x["out_gate"]), state=self.state[layer], conv_state=self.conv[layer],
                     **{k: v[layer] for k, v in self.dw.items()}, k=self.k[layer], v=self.v[layer], decay=self.decay[layer], out=out,
                     lower_bound=LOWER, l2_eps=L2NORM_EPS, eps=EPS)
-        self.cores.run(kernel, (self.heads * split, rows), [args], shared=kda_mix_shared(split))
+        launch(args, rows)
         got = {n: down(getattr(self, n)[layer, :rows]) for n in ("k", "v", "decay")}
         return got | {"out": down(out, BF16)}
 

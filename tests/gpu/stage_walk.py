@@ -49,7 +49,7 @@ class Walk(Compare):
         found = all_found.setdefault(stage.name, Found())
         self.be.stream.synchronize()
         bound = [self.bind(op, rows) for op in ops]
-        exempt = [self._work(name) for name in work_bytes(self.be.cfg)]
+        exempt = [self._work(name) for name in work_bytes(self.be.plan)]
         inputs = [self._extent(name, op) for op in ops for name in (*stage.inputs, *INPUTS)] + exempt
         outputs = [self._extent(self.stored(name), op) for op in ops for name in stage.outputs] + exempt
         saved = {key: block.copy() for key, block in self.blocks.items()}
@@ -83,7 +83,7 @@ class Walk(Compare):
     def _work(self, name):
         """What passes between kernels and is no buffer of the tables."""
         start = self.memory.offsets[name]
-        return "", start, start + work_bytes(self.be.cfg)[name]
+        return "", start, start + work_bytes(self.be.plan)[name]
 
     def _owner(self, key, at):
         if key:

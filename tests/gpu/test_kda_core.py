@@ -8,6 +8,7 @@ pytestmark = pytest.mark.gpu
 # (blocks a head, value columns a thread, threads, blocks a SM)
 SHAPES = ((8, 2, 384), (8, 2, 256, 2), (8, 4), (8, 1), (4, 2, 512), (4, 2), (4, 1), (4, 4), (2, 2), (2, 4), (2, 2, 384), (1, 2, 512), (1, 4, 512))
 MIXES = {s: ck.kda_mix(*s) for s in SHAPES}
+WIDE = ck.kda_wide()
 COMMITS = {s: ck.kda_commit(*s) for s in ((4, 2), (1, 2), (2, 2), (8, 2), (4, 2, 256))}
 MAIN, COMMIT = SHAPES[0], (4, 2)
 # F32 sums of 128 products in another order than BLAS, twice over rows: measured 5e-7; BF16 output: half a unit of 2^-8, 1.7e-3 in L2.
@@ -16,7 +17,7 @@ F32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
 
 @pytest.fixture(scope="module")
 def cores():
-    return ck.Cores([*MIXES.values(), *COMMITS.values()])
+    return ck.Cores([*MIXES.values(), *WIDE, *COMMITS.values()])
 
 
 def row_slots(rows):
@@ -49,6 +50,15 @@ def test_bytes_do_not_depend_on_slicing(cores, shape):
     case = Kda(cores, 6, max(slots) + 1, 64)
     x = case.inputs(64)
     same(case.mix(MIXES[MAIN], MAIN[0], slots, x), case.mix(MIXES[shape], shape[0], slots, x), shape)
+
+
+@pytest.mark.parametrize("heads, rows", [(1, 55), (4, 64), (6, 130)])
+def test_a_wide_steps_kernels_give_the_same_bytes(cores, heads, rows):
+    slots = row_slots(rows)
+    case = Kda(cores, heads, max(slots) + 1, rows)
+    x = with_nan(case.inputs(rows), ~live(slots))
+    shape = next(iter(MIXES))
+    same(case.mix(MIXES[shape], shape[0], slots, x), case.mix_wide(WIDE, slots, x))
 
 
 def test_bytes_do_not_depend_on_neighbours_slot_or_bucket(cores):

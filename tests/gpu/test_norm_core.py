@@ -38,7 +38,7 @@ class Rows:
         out_rows = rows if row_map is None else len(row_map)
         out, prefix = poisoned((out_rows, n), BF16), poisoned((rows, n), F32)
         blocks, closed = up(self.blocks), poisoned((rows, n), F32)
-        args = fill(ck.NormRow, row_slot=up(self.slots), row_map=None if row_map is None else up(np.asarray(row_map, np.int32)), rows=rows,
+        args = fill(ck.NormRow, row_slot=up(self.slots), row_map=None if row_map is None else up(np.asarray(row_map, np.int32)), rows=rows, part_rows=rows,
                     parts=up(self.parts) if parts else None, hidden=up(self.hidden) if hidden else None, hidden_out=prefix,
                     snapshot=closed if snapshot else None, blocks=blocks, num_blocks=num_blocks, score=up(self.score), weight=up(self.weight),
                     out=out, eps=EPS)

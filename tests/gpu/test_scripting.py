@@ -18,7 +18,7 @@ from k3cuda.buffers import BUFFERS, buffer_shape  # noqa: E402
 from k3cuda.config import PAGE_SIZE  # noqa: E402
 from k3cuda.errors import UsageError  # noqa: E402
 from k3cuda.runtime.checkpoint import Checkpoint  # noqa: E402
-from k3cuda.runtime.cuda_kernels import ROW_BUCKETS  # noqa: E402
+from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS  # noqa: E402
 from k3cuda.runtime.demo import open_demo  # noqa: E402
 
 ROOM = {"max_batch": 6, "max_model_len": 4 * PAGE_SIZE, "decode_backend": "standard"}
@@ -27,7 +27,7 @@ ROOM = {"max_batch": 6, "max_model_len": 4 * PAGE_SIZE, "decode_backend": "stand
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     cfg = Checkpoint.open(HEADDIMS).cfg
-    compile_ahead((open_demo().cfg, 1, ROW_BUCKETS, "bf16", True), (cfg, 1, ROW_BUCKETS, "fp8_e4m3", True), (cfg, 2, ROW_BUCKETS, "bf16", True))
+    compile_ahead((open_demo().cfg, 1, DECODE_BUCKETS, "bf16", True), (cfg, 1, DECODE_BUCKETS, "fp8_e4m3", True), (cfg, 2, DECODE_BUCKETS, "bf16", True))
 
 
 @pytest.fixture(scope="module")

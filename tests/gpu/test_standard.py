@@ -11,7 +11,7 @@ from stage_walk import write_rows  # noqa: E402
 from standard import Cuda, alone, compile_ahead, run, same  # noqa: E402
 
 from k3cuda.runtime.cuda_compare import launch_groups  # noqa: E402
-from k3cuda.runtime.cuda_kernels import ROW_BUCKETS, bucket_of  # noqa: E402
+from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, bucket_of  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 
@@ -28,7 +28,7 @@ def sixteen_heads():
 @pytest.fixture(scope="module", autouse=True)
 def compiled(sixteen_heads):
     cfg = headdims().cfg
-    compile_ahead((cfg, 1, ROW_BUCKETS, "bf16", True), (cfg, 1, (1, 8, 16), "fp8_e4m3", True),
+    compile_ahead((cfg, 1, DECODE_BUCKETS, "bf16", True), (cfg, 1, (1, 8, 16), "fp8_e4m3", True),
                   *((cfg, tp, (1, 4, 16), "bf16", ride) for tp in (2, 4) for ride in (True, False)),
                   *((sixteen_heads.cfg, tp, (8,), "bf16", True) for tp in MORE_TP))
 
@@ -137,7 +137,7 @@ def test_a_sequence_gives_the_same_bytes_alone_and_in_any_batch(seed):
     slots, pages = rng.permutation(4), rng.permutation(4 * PAGES_A_SLOT).reshape(4, PAGES_A_SLOT)
     for slot, own in zip(slots, pages):
         open_slot(made, slot, own)
-    done, got, buckets, sizes = [0] * 4, [[] for _ in texts], set(), [*ROW_BUCKETS, 13, 3, 27, *ROW_BUCKETS]
+    done, got, buckets, sizes = [0] * 4, [[] for _ in texts], set(), [*DECODE_BUCKETS, 13, 3, 27, *DECODE_BUCKETS]
     while any(d < n for d, n in zip(done, lengths)):
         room, parts = sizes.pop(0) if sizes else 64, []
         for i in rng.permutation(4):

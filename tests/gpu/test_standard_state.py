@@ -9,12 +9,12 @@ from models import PAGES_A_SLOT, feed, golden, headdims, open_slot, step_rows  #
 from standard import STATES, Cuda, alone, compile_ahead, same  # noqa: E402
 
 from k3cuda.config import PAGE_SIZE  # noqa: E402
-from k3cuda.runtime.cuda_kernels import ROW_BUCKETS, bucket_of  # noqa: E402
+from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, bucket_of  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    compile_ahead((headdims().cfg, 1, ROW_BUCKETS, "bf16", True))
+    compile_ahead((headdims().cfg, 1, DECODE_BUCKETS, "bf16", True))
 
 
 @pytest.fixture(scope="module")

@@ -23,23 +23,23 @@ struct attn_mix : MixStage<1, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
   static constexpr int kBlocks = kBlocks_;
   static __device__ void run(const Step& s, const OpArgs& op) {
     float* snapshot = op.opens_block ? res_blocks(s) + size_t(op.num_blocks) * kMaxRows * kHiddenSize : nullptr;
-    row({row_slot(s), nullptr, kMaxRows, ffn_out(s), hidden(s), hidden(s), snapshot, res_blocks(s), op.num_blocks, w_attn_score(op),
+    row({row_slot(s), nullptr, kMaxRows, kDecodeRows, ffn_out(s), hidden(s), hidden(s), snapshot, res_blocks(s), op.num_blocks, w_attn_score(op),
          w_input_layernorm(op), attn_in(s), kRmsNormEps});
   }
 };
 
-struct ffn_mix : MixStage<kRanks, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
+struct ffn_mix : MixStage<kParts, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
   static constexpr int kBlocks = kBlocks_;
   static __device__ void run(const Step& s, const OpArgs& op) {
-    row({row_slot(s), nullptr, kMaxRows, attn_parts(s), hidden(s), hidden(s), nullptr, res_blocks(s), op.num_blocks, w_ffn_score(op),
+    row({row_slot(s), nullptr, kMaxRows, kDecodeRows, attn_parts(s), hidden(s), hidden(s), nullptr, res_blocks(s), op.num_blocks, w_ffn_score(op),
          w_post_attention_layernorm(op), ffn_in(s), kRmsNormEps});
   }
 };
 
 struct output_mix : MixStage<1, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
-  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kBlocks = kHeadRows * kSpread;
   static __device__ void run(const Step& s, const OpArgs& op) {
-    row({nullptr, logit_rows(s), kMaxRows, ffn_out(s), hidden(s), nullptr, nullptr, res_blocks(s), op.num_blocks, w_output_score(op),
+    row({nullptr, logit_rows(s), kMaxRows, kDecodeRows, ffn_out(s), hidden(s), nullptr, nullptr, res_blocks(s), op.num_blocks, w_output_score(op),
          w_final_norm(op), head_in(s), kRmsNormEps});
   }
 };

@@ -2,6 +2,24 @@
 #pragma once
 #include "stages/common.cuh"
 
+// In place of what kWidth F32 columns of kRowsOf rows hold on every rank: their sum over the ranks, neighbours first. Each rank adds its
+// share of the columns, which nobody else reads, and gives it to all. Looped back, the one rank's share stands for the others'.
+template <size_t kAt, int kRowsOf, int kWidth>
+K3_DEVICE void sum_ranks(const Step& s) {
+  constexpr int kShare = kWidth / kRanks, kVector = kShare % 4 == 0 ? 4 : 1, kUnits = kShare / kVector;
+  struct alignas(4 * kVector) Vector { float v[kVector]; };
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kRowsOf * kUnits; i += gridDim.x * blockDim.x) {
+    const size_t at = size_t(i / kUnits) * kWidth + i % kUnits * kVector;
+    Vector part[kRanks], sum;
+    K3_UNROLL
+    for (int r = 0; r < kRanks; ++r) part[r] = *(const Vector*)((const float*)(s.peers[r] + kAt) + at + s.rank * kShare);
+    K3_UNROLL
+    for (int j = 0; j < kVector; ++j) sum.v[j] = tree_sum<kRanks>(&part[0].v[j], kVector);
+    K3_UNROLL
+    for (int r = 0; r < kRanks; ++r) *(Vector*)((float*)(s.peers[r] + kAt) + at + (s.loopback ? r : s.rank) * kShare) = sum;
+  }
+}
+
 // A unit that divides every run of bytes a move copies, so that one thread moves one unit.
 template <int kBytes> struct Unit { typedef typename Unit<(kBytes % 16 == 0 ? 16 : kBytes % 8 == 0 ? 8 : kBytes % 4 == 0 ? 4 : 2) + 1000>::type type; };
 template <> struct Unit<1016> { typedef uint4 type; };

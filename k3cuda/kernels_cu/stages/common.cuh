@@ -2,11 +2,11 @@
 #pragma once
 #include "buffers.cuh"
 #include "exchange.cuh"
-#include "row_core.cuh"
+#include "wide_core.cuh"
 
-// kBlocks x kBlocksY blocks of kThreads threads in clusters of kCluster, kSmem bytes of shared memory, kResident blocks an SM.
+// kBlocks x kBlocksY x kBlocksZ blocks of kThreads threads in clusters of kCluster, kSmem bytes of shared memory, kResident blocks an SM.
 struct StageDefaults {
-  static constexpr int kBlocksY = 1, kCluster = 1, kSmem = 0, kResident = 1;
+  static constexpr int kBlocksY = 1, kBlocksZ = 1, kCluster = 1, kSmem = 0, kResident = 1;
 };
 
 #ifdef K3_TRACE
@@ -33,15 +33,50 @@ K3_DEVICE void traced(const Step& s, const OpArgs& op) { Stage::run(s, op); }
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int tiles_of(int rows) { return ceil_div(rows, kTileRows); }
 
-constexpr int kTokenTiles = kRows <= kTokenTile ? 1 : kRows / kTokenTile;
+// The two kernels of a wide product; a narrow one is the first alone.
+struct Multiply { static constexpr bool kAdds = false; };
+struct Sum { static constexpr bool kAdds = true; };
 
 // A stage that is one product over kTotal row tiles, for every block of kBlocksY once.
-template <int kTotal, int kLeaves, int kSteps, bool kPair = false>
+//   kTokens  rows of the step that it is for
+//   kOnce    more than kDecodeRows of them are one product (wide_core.cuh) where they fit; else slices of so many, along z
+template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens = kRows, bool kOnce = true>
 struct ProductStage : StageDefaults {
-  typedef RowAuto<kTotal, kLeaves, kSteps, kTokenTiles, kPair, kSms> Shape;
-  static constexpr int kTiles = kTotal, kBlocks = row_blocks<Shape>(kTotal, kSms), kThreads = Shape::kThreads,
-                       kCluster = Shape::kCS, kSmem = Shape::kSmem;
+  static constexpr bool kPair = kPair_;
+  static constexpr int kTiles = kTotal, kSlice = min_of(kTokens, kDecodeRows);
+  typedef RowAuto<kTotal, kLeaves, kSteps, kSlice <= kTokenTile ? 1 : kSlice / kTokenTile, kPair, kSms> Shape;
+  typedef WideShape<kTotal, kLeaves, kSteps, max_of(kTokens, kDecodeRows)> Wide;
+  static constexpr bool kIsWide = kOnce && kTokens > kDecodeRows && Wide::kFits && !(kPair && kLeaves == 1);
+  static constexpr int kBlocks = kIsWide ? wide_blocks<Wide>(kSms) : row_blocks<Shape>(kTotal, kSms), kBlocksZ = kIsWide ? 1 : kTokens / kSlice,
+                       kThreads = kIsWide ? Wide::kThreads : Shape::kThreads, kCluster = kIsWide ? 1 : Shape::kCS,
+                       kSmem = kIsWide ? Wide::kSmem : Shape::kSmem;
+  static constexpr int kSumBlocks = kIsWide ? wide_sum_blocks<Wide, kPair>() : 0;   // 0: there is no second kernel
 };
+
+// The second kernel of a product as a stage.
+template <class S>
+struct TreeOf : StageDefaults {
+  static constexpr int kBlocks = S::kSumBlocks, kThreads = S::Wide::kThreads;
+  static __device__ void run(const Step& s, const OpArgs& op) { S::template run<Sum>(s, op); }
+};
+
+// The product of stage S, one of its kernels. w: [tile][leaf][step][lane]. x: row-major, `stride` elements a row. epilogue as in row_product.
+template <class S, class Kernel, class Epilogue>
+K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride, Epilogue&& epilogue) {
+  K3_DYN_SMEM(u8, smem);
+  if constexpr (S::kIsWide) {
+    if constexpr (Kernel::kAdds && S::kSumBlocks > 0) wide_sum<typename S::Wide, S::kPair>((const f32x4*)product_work(s), epilogue);
+    else if constexpr (!Kernel::kAdds) wide_product<typename S::Wide>(w, x, stride, (f32x4*)product_work(s), smem, epilogue);
+  } else if constexpr (!Kernel::kAdds) {
+    const int first = S::kBlocksZ > 1 ? int(blockIdx.z) * S::kSlice : 0;
+    if constexpr (S::kPair)
+      row_product<typename S::Shape, true>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
+                                           [&](int row, int token, float even, float odd) { epilogue(row, first + token, even, odd); });
+    else
+      row_product<typename S::Shape>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
+                                     [&](int row, int token, float v) { epilogue(row, first + token, v); });
+  }
+}
 
 // A stage that is elementwise over the hidden size: row blockIdx.x, a run of columns a block along y.
 struct ElementStage : StageDefaults {
@@ -56,7 +91,7 @@ struct ElementStage : StageDefaults {
 // An element of ffn_out: the ranks' parts, neighbours first.
 K3_DEVICE void sum_to_ffn_out(const Step& s, const float* parts, int row, int column) {
   int at = row * kHiddenSize + column;
-  ffn_out(s)[at] = tree_sum<kRanks>(parts + at, kMaxRows * kHiddenSize);
+  ffn_out(s)[at] = tree_sum<kParts>(parts + at, kDecodeRows * kHiddenSize);
 }
 
 // [b tanh(g / b) sigmoid(g)] [c tanh(u / c)]: the sigmoid takes the raw gate.

@@ -5,18 +5,16 @@
 namespace stage {
 
 struct dense_up : ProductStage<2 * tiles_of(kOwnIntermediateSize), kDenseGateUpLeaves, kDenseGateUpSteps, true> {
-  static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape, true>(w_dense_gate_up(op), kTiles, ffn_in(s), kHiddenSize, kRows, smem, [&](int row, int token, float gate, float up) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
+    product<dense_up, Kernel>(s, w_dense_gate_up(op), ffn_in(s), kHiddenSize, [&](int row, int token, float gate, float up) {
       if (row < kOwnIntermediateSize) dense_act(s)[size_t(token) * kOwnIntermediateSize + row] = float_to_bf16(situ(gate, up));
     });
   }
 };
 
 struct dense_down : ProductStage<tiles_of(kHiddenSize), kDenseDownProjLeaves, kDenseDownProjSteps> {
-  static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape>(w_dense_down_proj(op), kTiles, dense_act(s), kOwnIntermediateSize, kRows, smem, [&](int row, int token, float v) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
+    product<dense_down, Kernel>(s, w_dense_down_proj(op), dense_act(s), kOwnIntermediateSize, [&](int row, int token, float v) {
       if (row < kHiddenSize) put_dense_partial(s, token, row, v);
     });
   }

@@ -1,6 +1,7 @@
 // Kimi Delta Attention: projections, the fused middle, the commit.
 #pragma once
 #include "kda_commit.cuh"
+#include "kda_wide.cuh"
 #include "stages/common.cuh"
 
 namespace stage {
@@ -11,10 +12,9 @@ struct kda_in_rows {   // first tile of each part of the joined matrix
 };
 
 struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps> {
-  static __device__ void run(const Step& s, const OpArgs& op) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     typedef kda_in_rows R;
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape>(w_kda_in(op), kTiles, attn_in(s), kHiddenSize, kRows, smem, [&](int row, int token, float v) {
+    product<kda_in, Kernel>(s, w_kda_in(op), attn_in(s), kHiddenSize, [&](int row, int token, float v) {
       int tile = row / kTileRows;
       if (tile >= R::kGate) {
         int c = row - R::kGate * kTileRows;
@@ -34,6 +34,11 @@ struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps> {
 
 // A cluster a (row, head); only rows that open a sequence work. Few sequences want a head spread over several SMs, many want it on one:
 // the measured best (docs/kernels.md). How it is spread changes no byte.
+K3_DEVICE KdaMix kda_middle(const Step& s, const OpArgs& op) {
+  return {row_slot(s), kRows, kOwnKdaNumHeads, kda_qkv(s, op), kda_f_a(s), kda_beta(s, op), kda_out_gate(s), kda_state(s, op), conv_state(s, op),
+          w_kda_f_b_proj(op), w_kda_a_log(op), w_kda_dt_bias(op), w_kda_q_conv(op), w_kda_k_conv(op), w_kda_v_conv(op), w_kda_o_norm(op),
+          kda_k(s, op), kda_v(s, op), kda_decay(s, op), mixer_out(s), kGateLowerBound, kL2normEps, kRmsNormEps};
+}
 constexpr int kHeadSplit = kRows <= 8 ? 2 : 1;
 typedef KdaShape<kKdaHeadDim, kConvWidth, kHeadSplit, kRows <= 8 ? 2 : 4, 256> KdaLayout;
 typedef KdaShape<kKdaHeadDim, kConvWidth, 2, 2> KdaCommitLayout;
@@ -43,14 +48,49 @@ struct kda_mix : StageDefaults {
                        kSmem = sizeof(KdaMixSmem<KdaLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    KdaMix a = {row_slot(s), kRows, kOwnKdaNumHeads, kda_qkv(s, op), kda_f_a(s), kda_beta(s, op), kda_out_gate(s), kda_state(s, op), conv_state(s, op),
-                w_kda_f_b_proj(op), w_kda_a_log(op), w_kda_dt_bias(op), w_kda_q_conv(op), w_kda_k_conv(op), w_kda_v_conv(op), w_kda_o_norm(op),
-                kda_k(s, op), kda_v(s, op), kda_decay(s, op), mixer_out(s), kGateLowerBound, kL2normEps, kRmsNormEps};
     int cluster = blockIdx.x / KdaLayout::kSplit;
-    ::kda_mix<KdaLayout>(a, *(KdaMixSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, blockIdx.x % KdaLayout::kSplit, cluster / kOwnKdaNumHeads, [] {
+    ::kda_mix<KdaLayout>(kda_middle(s, op), *(KdaMixSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, blockIdx.x % KdaLayout::kSplit, cluster / kOwnKdaNumHeads, [] {
       grid_wait();
       grid_launch_next();
     });
+  }
+};
+
+// A wide step's three. Layouts: a block of eight rows has a head; a block of the recurrence 16 of its 128 columns, a column a thread.
+K3_DEVICE KdaWork kda_work(const Step& s) { return {kda_q(s), kda_fade(s), kda_o(s)}; }
+typedef KdaShape<kKdaHeadDim, kConvWidth, 1, 4, 256> KdaGatesLayout;
+typedef KdaShape<kKdaHeadDim, kConvWidth, 8, 1> KdaScanLayout;
+
+struct kda_gates : StageDefaults {
+  static constexpr int kBlocks = kRows * kOwnKdaNumHeads, kThreads = KdaGatesLayout::kThreads, kSmem = sizeof(KdaMixSmem<KdaGatesLayout>);
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    ::kda_gates<KdaGatesLayout>(kda_middle(s, op), kda_work(s), *(KdaMixSmem<KdaGatesLayout>*)smem, blockIdx.x % kOwnKdaNumHeads, blockIdx.x / kOwnKdaNumHeads, [] {
+      grid_wait();
+      grid_launch_next();
+    });
+  }
+};
+
+struct kda_scan : StageDefaults {
+  static constexpr int kLanes = 8;   // sequences of a step are dealt to so many blocks
+  static constexpr int kBlocks = kOwnKdaNumHeads * KdaScanLayout::kSplit, kBlocksY = kLanes, kThreads = KdaScanLayout::kThreads,
+                       kSmem = sizeof(KdaScanSmem<KdaScanLayout>);
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    grid_wait();
+    grid_launch_next();
+    ::kda_scan<KdaScanLayout>(kda_middle(s, op), kda_work(s), *(KdaScanSmem<KdaScanLayout>*)smem, blockIdx.x / KdaScanLayout::kSplit,
+                              blockIdx.x % KdaScanLayout::kSplit, blockIdx.y, kLanes);
+  }
+};
+
+struct kda_norm : StageDefaults {
+  static constexpr int kWarps = 8, kBlocks = ceil_div(kRows * kOwnKdaNumHeads, kWarps), kThreads = kWarps * kWarpSize;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    grid_wait();
+    grid_launch_next();
+    ::kda_norm<KdaScanLayout>(kda_middle(s, op), kda_work(s), blockIdx.x * kWarps + warp_id());
   }
 };
 

@@ -11,10 +11,9 @@ struct mla_in_rows {   // first tile of each part of the joined matrix
 };
 
 struct mla_in : ProductStage<mla_in_rows::kTotal, kMlaInLeaves, kMlaInSteps> {
-  static __device__ void run(const Step& s, const OpArgs& op) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     typedef mla_in_rows R;
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape>(w_mla_in(op), kTiles, attn_in(s), kHiddenSize, kRows, smem, [&](int row, int token, float v) {
+    product<mla_in, Kernel>(s, w_mla_in(op), attn_in(s), kHiddenSize, [&](int row, int token, float v) {
       int tile = row / kTileRows;
       if (tile >= R::kGate) {
         int c = row - R::kGate * kTileRows;
@@ -29,7 +28,10 @@ struct mla_in : ProductStage<mla_in_rows::kTotal, kMlaInLeaves, kMlaInSteps> {
   }
 };
 
-K3_DEVICE MlaRows mla_rows(const Step& s) { return {row_slot(s), row_position(s), page_table(s), s.slot_pages, kRows}; }
+constexpr int kAttendRows = min_of(kRows, kDecodeRows);   // of a launch of attend and combine; a wider step has one a slice, from op.first_row on
+K3_DEVICE MlaRows mla_rows(const Step& s, const OpArgs& op) {
+  return {row_slot(s) + op.first_row, row_position(s) + op.first_row, page_table(s), s.slot_pages, kAttendRows};
+}
 
 struct mla_norm : StageDefaults {
   static constexpr int kBlocks = kRows, kThreads = 512;
@@ -38,30 +40,28 @@ struct mla_norm : StageDefaults {
     grid_wait();
     grid_launch_next();
     mla_write<kv_t, kQLoraRank, kQLatentNormLeaves, kKvLoraRank, kKvLatentNormLeaves, kQkRopeHeadDim>(
-        {mla_rows(s), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
+        {mla_rows(s, op), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
         leaf, blockIdx.x);
   }
 };
 
 struct mla_q : ProductStage<tiles_of(kOwnMlaQDim), kMlaQBProjLeaves, kMlaQBProjSteps> {
   // The part behind the nope dims meets the shared key as it is, so it goes straight to its place in the absorbed query.
-  static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape>(w_mla_q_b_proj(op), kTiles, mla_q_latent(s), kQLoraRank, kRows, smem, [&](int row, int token, float v) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
+    product<mla_q, Kernel>(s, w_mla_q_b_proj(op), mla_q_latent(s), kQLoraRank, [&](int row, int token, float v) {
       if (row < kOwnMlaQDim) ::mla_q(s)[token * kOwnMlaQDim + row] = float_to_bf16(v);
     });
   }
 };
 
 // Heads are blocks along y.
-struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps> {
+struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, false> {
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
-  static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     int head = blockIdx.y;
     const bf16* q = ::mla_q(s) + head * kMlaQkHeadDim;
     bf16* out = mla_q_absorbed(s) + head * kMlaCacheDim;
-    row_product<Shape>(w_mla_keys(op) + size_t(head) * kTiles * kMlaKeysLeaves * kMlaKeysSteps * kWarpSize, kTiles, q, kOwnMlaQDim, kRows, smem,
+    product<mla_absorb, Kernel>(s, w_mla_keys(op) + size_t(head) * kTiles * kMlaKeysLeaves * kMlaKeysSteps * kWarpSize, q, kOwnMlaQDim,
                        [&](int row, int token, float v) {
                          bf16* to = out + size_t(token) * kOwnNumAttentionHeads * kMlaCacheDim;
                          if (row < kKvLoraRank) to[row] = float_to_bf16(v);
@@ -90,7 +90,7 @@ struct mla_attend : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     const float log2_e = 1.44269504088896340736f;
-    ::mla_attend<MlaLayout>({mla_rows(s), mla_q_absorbed(s), (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize, rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s),
+    ::mla_attend<MlaLayout>({mla_rows(s, op), mla_q_absorbed(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize, rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s),
                              (MlaRowInfo*)mla_info(s), mla_next(s)}, *(MlaSmem<MlaLayout>*)smem, [] {
       grid_wait();
       grid_launch_next();
@@ -99,25 +99,25 @@ struct mla_attend : StageDefaults {
 };
 
 struct mla_combine : StageDefaults {
-  static constexpr int kBlocks = ceil_div(kKvLoraRank, kMlaSlab), kBlocksY = kRows * kOwnNumAttentionHeads, kThreads = kMlaCombineThreads;
+  static constexpr int kBlocks = ceil_div(kKvLoraRank, kMlaSlab), kBlocksY = kAttendRows * kOwnNumAttentionHeads, kThreads = kMlaCombineThreads;
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ MlaCombineSmem m;
     grid_wait();
     grid_launch_next();
     if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *mla_next(s) = 0;
     ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, MlaLayout::kColumns>(
-        {row_slot(s), row_position(s), (MlaRowInfo*)mla_info(s), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s), mla_o_latent(s)}, m,
+        {row_slot(s) + op.first_row, row_position(s) + op.first_row, (MlaRowInfo*)mla_info(s), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s),
+         mla_o_latent(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kKvLoraRank}, m,
         blockIdx.y / kOwnNumAttentionHeads, blockIdx.y % kOwnNumAttentionHeads, blockIdx.x);
   }
 };
 
-struct mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps> {
+struct mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps, false, kRows, false> {
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
-  static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     int head = blockIdx.y;
-    row_product<Shape>(w_mla_values(op) + size_t(head) * kTiles * kMlaValuesLeaves * kMlaValuesSteps * kWarpSize, kTiles, mla_o_latent(s) + head * kKvLoraRank,
-                       kOwnNumAttentionHeads * kKvLoraRank, kRows, smem, [&](int row, int token, float v) {
+    product<mla_out, Kernel>(s, w_mla_values(op) + size_t(head) * kTiles * kMlaValuesLeaves * kMlaValuesSteps * kWarpSize, mla_o_latent(s) + head * kKvLoraRank,
+                       kOwnNumAttentionHeads * kKvLoraRank, [&](int row, int token, float v) {
                          int c = head * kVHeadDim + row;
                          if (row < kVHeadDim) mixer_out(s)[size_t(token) * kOwnKdaDim + c] = float_to_bf16(v * sigmoid(mla_out_gate(s)[size_t(token) * kOwnMlaVDim + c]));
                        });

@@ -23,10 +23,9 @@ struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, tru
       if (c < kOwnNumExperts) put_router_logits_part(s, token, c, v);
     }
   }
-  static __device__ void run(const Step& s, const OpArgs& op) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     typedef moe_in_rows R;
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape, true>(w_moe_in(op), kTiles, ffn_in(s), kHiddenSize, kRows, smem, [&](int row, int token, float even, float odd) {
+    product<moe_in, Kernel>(s, w_moe_in(op), ffn_in(s), kHiddenSize, [&](int row, int token, float even, float odd) {
       int pair = row / kTileRows, in_tile = row % kTileRows;
       if (2 * pair < R::kShared) {
         if (row < kOwnSharedIntermediateSize) shared_act(s)[token * kOwnSharedIntermediateSize + row] = float_to_bf16(situ(even, odd));
@@ -38,9 +37,11 @@ struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, tru
   }
 };
 
-constexpr int kMaxItems = kRows * kNumExpertsPerToken;
+// kMoeRows rows from op.first_row on are one walk over the experts.
+constexpr int kMaxItems = kMoeRows * kNumExpertsPerToken;
 typedef ExpertList<kMaxItems> StepExperts;
-K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
+K3_DEVICE StepExperts* step_experts(const Step& s, const OpArgs& op) { return (StepExperts*)expert_list(s) + op.first_row / kMoeRows; }
+K3_DEVICE size_t first_item(const OpArgs& op) { return size_t(op.first_row) * kNumExpertsPerToken; }
 
 // A benchmark's routing: the items of a step take kForcedExperts experts in turn, other ones in every layer, with the router's weights.
 K3_DEVICE void force_experts(const Step& s, const OpArgs& op, int row) {
@@ -64,16 +65,16 @@ struct route : StageDefaults {
   }
 };
 
-// One block for all rows: lists who needs which expert.
+// One block: lists who needs which expert.
 struct route_list : StageDefaults {
   static constexpr int kBlocks = 1, kThreads = 512;
-  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
-  static __device__ void run(const Step& s, const OpArgs&) {
+  typedef ListShape<kNumExperts, kNumExpertsPerToken, kMoeRows, kThreads, kEntryTokens> Shape;
+  static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ ListSmem<Shape> smem;
     grid_wait();
     grid_launch_next();
-    StepExperts& to = *step_experts(s);
-    list_experts<Shape>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, smem);
+    StepExperts& to = *step_experts(s, op);
+    list_experts<Shape>(expert_ids(s) + first_item(op), row_slot(s) + op.first_row, kMoeRows, {&to.entries, &to.items, to.entry, to.item}, smem);
   }
 };
 
@@ -82,30 +83,35 @@ struct expert_up : StageDefaults {
   static constexpr int kResident = 2, kBlocks = kResident * kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
-                             step_experts(s), smem, [&](int item, int row, float gate, float up) {
-      if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
+    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s) + size_t(op.first_row) * kRoutedExpertHiddenSize,
+                             kRoutedExpertHiddenSize, kNumExpertsPerToken, step_experts(s, op), smem, [&](int item, int row, float gate, float up) {
+      if (row < kOwnMoeIntermediateSize) expert_act(s)[(first_item(op) + item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
     });
   }
 };
 
 // The routed experts' half; shared_down is the other kernel of the stage.
+// More rows need more of the shared memory for sums: fewer results wait there, and where a rank has several leaves a block has one tile.
+constexpr bool kManyRows = kMoeRows > kDecodeRows;
+template <int kRing> using DownWith =
+    ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, kMoeRows, 16, (kManyRows && kExpertW2Leaves > 1) ? 1 : 2, kRing, kManyRows ? 256 : 512>;
+constexpr int kDownRest = DownWith<1>::kSmem - 16 * DownWith<1>::kChunk;
 struct moe_down : StageDefaults {
-  typedef ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, kRows> Shape;
+  typedef DownWith<min_of(106 * 1024, kMaxShared - kDownRest)> Shape;
   static constexpr int kBlocks = groups_of(tiles_of(kRoutedExpertHiddenSize), Shape::kTiles), kThreads = Shape::kThreads, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, expert_weights(s),
-                               kNumExpertsPerToken, kRows, step_experts(s), smem, [&](int row, int token, float v) {
-      if (row < kRoutedExpertHiddenSize) put_routed_partial(s, token, row, v);
+    expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s) + first_item(op) * kOwnMoeIntermediateSize,
+                               kOwnMoeIntermediateSize, expert_weights(s) + first_item(op), kNumExpertsPerToken, kMoeRows, step_experts(s, op), smem,
+                               [&](int row, int token, float v) {
+      if (row < kRoutedExpertHiddenSize) put_routed_partial(s, op.first_row + token, row, v);
     });
   }
 };
 
 struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, kSharedDownProjSteps> {
-  static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape>(w_shared_down_proj(op), kTiles, shared_act(s), kOwnSharedIntermediateSize, kRows, smem, [&](int row, int token, float v) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
+    product<shared_down, Kernel>(s, w_shared_down_proj(op), shared_act(s), kOwnSharedIntermediateSize, [&](int row, int token, float v) {
       if (row < kHiddenSize) put_shared_partial(s, token, row, v);
     });
   }
@@ -113,11 +119,11 @@ struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, 
 
 struct routed_norm : StageDefaults {
   static constexpr int kSpread = min_of(kLatentNormLeaves, 8);
-  typedef NormShape<kRoutedExpertHiddenSize, kLatentNormLeaves, kRanks, 0, kSpread, 256> Shape;
+  typedef NormShape<kRoutedExpertHiddenSize, kLatentNormLeaves, kParts, 0, kSpread, 256> Shape;
   static constexpr int kBlocks = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    NormRow a = {row_slot(s), nullptr, kMaxRows, routed_parts(s), nullptr, nullptr, nullptr, nullptr, 0, nullptr, w_routed_expert_norm(op),
+    NormRow a = {row_slot(s), nullptr, kMaxRows, kDecodeRows, routed_parts(s), nullptr, nullptr, nullptr, nullptr, 0, nullptr, w_routed_expert_norm(op),
                  routed_normed(s), kRmsNormEps};
     grid_launch_next();
     norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] { grid_wait(); });
@@ -125,9 +131,8 @@ struct routed_norm : StageDefaults {
 };
 
 struct latent_up : ProductStage<tiles_of(kOwnHiddenSize), kLatentUpLeaves, kLatentUpSteps> {
-  static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape>(w_latent_up(op), kTiles, routed_normed(s), kRoutedExpertHiddenSize, kRows, smem, [&](int row, int token, float v) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
+    product<latent_up, Kernel>(s, w_latent_up(op), routed_normed(s), kRoutedExpertHiddenSize, [&](int row, int token, float v) {
       int at = token * kOwnHiddenSize + row;
       if (row < kOwnHiddenSize) put_moe_out_part(s, token, row, v + tree_sum<kRanks>(shared_parts(s) + at, kMaxRows * kOwnHiddenSize));
     });

@@ -5,9 +5,8 @@
 namespace stage {
 
 struct o_proj : ProductStage<tiles_of(kHiddenSize), kOProjLeaves, kOProjSteps> {
-  static __device__ void run(const Step& s, const OpArgs& op) {
-    K3_DYN_SMEM(u8, smem);
-    row_product<Shape>(w_o_proj(op), kTiles, mixer_out(s), kOwnKdaDim, kRows, smem, [&](int row, int token, float v) {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
+    product<o_proj, Kernel>(s, w_o_proj(op), mixer_out(s), kOwnKdaDim, [&](int row, int token, float v) {
       if (row < kHiddenSize) put_attn_partial(s, token, row, v);
     });
   }

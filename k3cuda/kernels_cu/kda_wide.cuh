@@ -1,0 +1,130 @@
+// The middle of KDA for steps of many rows, as three kernels with the arithmetic and the bytes of kda_core.cuh: what eight rows need of
+// no state (conv, decay gate, norms), for all rows at once; the recurrence and nothing else, a head's columns spread over the machine;
+// the norm and gate of what it gave.
+#pragma once
+#include "kda_core.cuh"
+
+// What passes between them, [rows][heads dim], F32: q as the recurrence takes it, exp of the log decay, outputs before their norm.
+struct KdaWork { float *q, *fade, *o; };
+
+// Rows of `row`'s sequence that come before it in the step. A warp.
+K3_DEVICE int kda_rows_before(const int* row_slot, int row) {
+  const int slot = row_slot[row];
+  for (int n = 0;; n += kWarpSize) {
+    int r = row - 1 - n - lane_id();
+    u32 same = __ballot_sync(kFullWarp, r >= 0 && row_slot[r >= 0 ? r : row] == slot);
+    if (same == kFullWarp) continue;
+    while (same >> n % kWarpSize & 1) ++n;
+    return n;
+  }
+}
+
+// Eight rows of a sequence, counted from its first of this step, for one head; a block of any other row does nothing. Shape: a whole head.
+template <class S, class Ready>
+K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaMixSmem<S>& m, int head, int first, Ready ready) {
+  static_assert(S::kSplit == 1, "decays and norms are over a whole head");
+  const int slot = a.row_slot[first], before = slot < 0 ? 1 : kda_rows_before(a.row_slot, first), channels = a.heads * S::kDim;
+  if (before % S::kBatch) {
+    if (first == 0) ready();                    // a step of nothing but padding still keeps its place in the order of kernels
+    return;
+  }
+  kda_load_weights<S>(a, m, head, 0);
+  if (before == 0) kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * channels, channels * S::kHistory, channels, head, 0);
+  const float scale = expf(a.a_log[head]);
+  const int left = kda_sequence_rows(a.row_slot, a.rows, first, slot), n = left < S::kBatch ? left : S::kBatch;
+  ready();
+  if (before) kda_load_window<S>(m, a.qkv + size_t(first - S::kHistory) * 3 * channels, channels, 3 * channels, head, 0);
+  KdaInputs<S> in;
+  in.load(a, head, 0, first, n);
+  in.store(m, 0, n);
+  copy_wait();
+  __syncthreads();
+  kda_conv<S, 4>(a, m, head, 0, first, 0, n);
+  kda_low_rank<S>(m, 0, n);
+  __syncthreads();
+  kda_decay<S>(a, m, scale, head, 0, first, n);
+  kda_l2norm<S>(a, m, head, 0, first, n);
+  __syncthreads();
+  for (int i = threadIdx.x; i < n * S::kDim / 4; i += S::kThreads) {
+    const int row = i / (S::kDim / 4), c = i % (S::kDim / 4) * 4;
+    const size_t at = size_t(first + row) * channels + head * S::kDim + c;
+    store4(work.q + at, load4(&m.q[row][c]));
+    store4(work.fade + at, load4(&m.fade[row][c]));
+  }
+}
+
+constexpr int kScanSlots = 4;                   // batches of rows that are on their way
+
+template <class S>
+struct KdaScanSmem {
+  float row[kScanSlots][S::kBatch][3 * S::kDim + S::kSlice];   // q, k, fade, v of the slice
+  float beta[kStepRows];
+  u64 full[kScanSlots];
+};
+
+// Slice `part` of a head for the sequences `lane`, lane + lanes, ... of the step. All threads hold state.
+template <class S>
+K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m, int head, int part, int lane, int lanes) {
+  static_assert(S::kThreads == S::kHolders && 4 * S::kBatch == kWarpSize, "a lane of the first warp brings one vector of a batch");
+  const int channels = a.heads * S::kDim, tid = threadIdx.x;
+  if (tid == 0) {
+    for (int i = 0; i < kScanSlots; ++i) barrier_init(m.full + i, 1);
+    barrier_fence_init();
+  }
+  __syncthreads();
+  int batches = 0;                              // so far; batch i lies in slot i % kScanSlots
+  kda_each_sequence(a.row_slot, a.rows, lane, lanes, [&](int first, int slot) {
+    const int length = kda_sequence_rows(a.row_slot, a.rows, first, slot), end = batches + (length + S::kBatch - 1) / S::kBatch;
+    auto bring = [&](int batch) {               // the first warp
+      if (batch >= end) return;
+      const int done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch, r = tid / 4, which = tid % 4;
+      u64* full = m.full + batch % kScanSlots;
+      if (tid == 0) barrier_expect(full, n * (3 * S::kDim + S::kSlice) * sizeof(float));
+      __syncwarp();
+      if (r >= n) return;
+      const float* from = which == 0 ? work.q : which == 1 ? a.k : which == 2 ? work.fade : a.v;
+      bulk_copy(m.row[batch % kScanSlots][r] + which * S::kDim, from + size_t(first + done + r) * channels + head * S::kDim + (which == 3 ? part * S::kSlice : 0),
+                (which == 3 ? S::kSlice : S::kDim) * sizeof(float), full);
+    };
+    if (warp_id() == 0)
+      for (int i = 0; i < kScanSlots; ++i) bring(batches + i);
+    for (int i = tid; i < length; i += S::kThreads) m.beta[i] = a.beta[size_t(first + i) * a.heads + head];
+    KdaState<S> state;
+    state.load(a.state + (size_t(slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice);
+    float* out = work.o + size_t(first) * channels + head * S::kDim + part * S::kSlice;
+    float o[S::kCols] = {};
+    __syncthreads();
+#pragma unroll 1
+    for (int batch = batches; batch < end; ++batch) {
+      const int done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch;
+      barrier_wait(m.full + batch % kScanSlots, batch / kScanSlots & 1);
+      const float(&row)[S::kBatch][3 * S::kDim + S::kSlice] = m.row[batch % kScanSlots];
+#pragma unroll 4
+      for (int r = 0; r < n; ++r) {
+        state.template advance<true>(row[r] + S::kDim, row[r] + 2 * S::kDim, row[r] + 3 * S::kDim, m.beta[done + r], o);
+        if (done + r) state.put(o, out + size_t(done + r - 1) * channels);
+        state.partial(row[r], o);
+      }
+      __syncthreads();                          // the batch is used up
+      if (warp_id() == 0) bring(batch + kScanSlots);
+    }
+    state.template fold<false>(o, o);
+    state.put(o, out + size_t(length - 1) * channels);
+    batches = end;
+  });
+}
+
+// Norm over the head first, output gate second; a warp a row and head. As kda_finish.
+template <class S>
+K3_DEVICE void kda_norm(const KdaMix& a, const KdaWork& work, int job) {
+  const int row = job / a.heads, head = job % a.heads;
+  if (row >= a.rows || a.row_slot[row] < 0) return;
+  const size_t at = size_t(row) * a.heads * S::kDim + head * S::kDim + 4 * lane_id();
+  const f32x4 o = load4(work.o + at), gate = load4(a.out_gate + at), norm = load4(a.o_norm + 4 * lane_id());
+  const float inv = inverse_sqrt(warp_sum((o.x * o.x + o.y * o.y) + (o.z * o.z + o.w * o.w)) * (1.0f / S::kDim) + a.eps);
+  bf16* out = a.out + at;
+  out[0] = float_to_bf16(o.x * inv * norm.x * sigmoid(gate.x));
+  out[1] = float_to_bf16(o.y * inv * norm.y * sigmoid(gate.y));
+  out[2] = float_to_bf16(o.z * inv * norm.z * sigmoid(gate.z));
+  out[3] = float_to_bf16(o.w * inv * norm.w * sigmoid(gate.w));
+}

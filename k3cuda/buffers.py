@@ -61,7 +61,7 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("taps", "rows num_taps hidden_size", "bf16", "record", "what a draft model reads of the layers it taps, before any norm; empty without one"),
 
     _b("embed_partial", "rows hidden_size", "f32", "step", "embedding row on the rank that owns it, zero elsewhere"),
-    _b("embed_parts", "ranks decode_rows hidden_size", "f32", "step", "embed_partial of every rank"),
+    _b("embed_parts", "ranks decode_rows hidden_size", "f32", "step", "embed_partial of every rank; a step of more rows adds embed_partial up in place"),
     _b("hidden", "rows hidden_size", "f32", "step", "prefix sum since the last AttnRes snapshot, without ffn_out"),
     _b("ffn_out", "rows hidden_size", "f32", "step", "what the next attn_mix adds to hidden: embedding, dense MLP or LatentMoE"),
     _b("res_blocks", "num_res_blocks rows hidden_size", "f32", "step", "AttnRes snapshots of the prefix sum, in order of creation"),
@@ -81,12 +81,12 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("mla_o_latent", "rows num_attention_heads kv_lora_rank", "bf16", "step", "attention's mean of cached latents", 1),
     _b("mixer_out", "rows kda_dim", "bf16", "step", "gated attention output, heads side by side", 1),
     _b("attn_partial", "rows hidden_size", "f32", "step", "o_proj over this rank's heads"),
-    _b("attn_parts", "ranks decode_rows hidden_size", "f32", "step", "attn_partial of every rank"),
+    _b("attn_parts", "ranks decode_rows hidden_size", "f32", "step", "attn_partial of every rank; a step of more rows adds attn_partial up in place"),
 
     _b("ffn_in", "rows hidden_size", "bf16", "step", "normed input of the feed-forward half"),
     _b("dense_act", "rows intermediate_size", "bf16", "step", "SiTU of gate and up", 1),
     _b("dense_partial", "rows hidden_size", "f32", "step", "down projection of this rank's inputs"),
-    _b("dense_parts", "ranks decode_rows hidden_size", "f32", "step", "dense_partial of every rank"),
+    _b("dense_parts", "ranks decode_rows hidden_size", "f32", "step", "dense_partial of every rank; a step of more rows adds dense_partial up in place"),
     _b("router_logits_part", "rows num_experts", "f32", "step", "this rank's experts", 1),
     _b("router_logits", "rows num_experts", "f32", "step", "before the sigmoid"),
     _b("moe_latent_part", "rows routed_expert_hidden_size", "bf16", "step", "input of the routed experts, this rank's outputs", 1),
@@ -98,7 +98,7 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("shared_parts", "ranks rows hidden_size", "f32", "step", "shared_partial of every rank, this rank's outputs", 2),
     _b("expert_act", "rows num_experts_per_token moe_intermediate_size", "bf16", "step", "SiTU of w1 and w3, in the order of expert_ids", 2),
     _b("routed_partial", "rows routed_expert_hidden_size", "f32", "step", "weighted sum over experts of this rank's inputs"),
-    _b("routed_parts", "ranks decode_rows routed_expert_hidden_size", "f32", "step", "routed_partial of every rank"),
+    _b("routed_parts", "ranks decode_rows routed_expert_hidden_size", "f32", "step", "routed_partial of every rank; a step of more rows adds routed_partial up in place"),
     _b("routed_normed", "rows routed_expert_hidden_size", "bf16", "step", "RMSNorm of the complete sum"),
     _b("moe_out_part", "rows hidden_size", "f32", "step", "routed and shared experts, this rank's outputs", 1),
 

@@ -103,6 +103,37 @@ def stage(names, output, **what):
     _run(output, lambda bench, walk: (None, _stages(bench, names)), **what)
 
 
+@bench.command(cls=options.Command)
+@options.model(default="kimi-k3")
+@options.flags(*(f for f in _FLAGS if f[0][0] in ("--tp", "--rank", "--layers", "--kv-cache-dtype", "--output")),
+               options.flag("--prompt", type=Counts(LONGEST_CONTEXT), default="8K", show_default=True, metavar="LIST", help="Tokens of the prompt."),
+               options.flag("--stages", is_flag=True, help="Time every stage of a step in the middle of the prompt as well."))
+def prefill(model, tp, rank, layers, kv_cache_dtype, prompt, stages, output):
+    """Time whole prompts of one sequence on one true rank, commits included, and check them.
+
+    Prints one JSON document: an object for each prompt.
+    """
+    cfg = options.config_of(model, layers)
+    options.check_rank(tp, rank)
+    require_gpu()
+    from ..runtime.cuda_bench import StepBench
+    from ..runtime.cuda_kernels import ROW_BUCKETS
+    from ..runtime.cuda_prefill import prefill
+    from ..runtime.surroundings import surroundings
+
+    result, bench = Result(output), StepBench(cfg, tp, rank, kv_cache_dtype)
+    bench.compile((), more=[b for b in ROW_BUCKETS if b > DECODE_ROWS])
+    document = {"prompts": [], "stages": []}
+    for tokens in prompt:
+        bench.open(1, tokens)
+        found = prefill(bench, tokens)
+        document["prompts"].append(found)
+        say(f"{tokens} tokens: {found['ms']:.1f} ms, {found['rows_a_second']:.0f} tokens a second, {found['ratio_to_floor']:.2f} x the floor")
+        document["stages"] += [_stages(bench)] if stages else []
+    result.document(document | {"model": model, "layers": cfg.num_hidden_layers} | surroundings(bench.device), indent=1)
+    result.close()
+
+
 def _stages(bench, names=()) -> dict:
     found = bench.stages(names)
     say(f"{bench.rows} rows of {bench.sequences}, context {bench.context}: stage, us an operation, GB/s, % of the read ceiling")

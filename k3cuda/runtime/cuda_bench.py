@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import cupy
 import numpy as np
 
-from ..config import PAGE_SIZE, K3Config
+from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
 from ..emit import NO_PROBES, Probes, follows_collective
 from ..errors import BenchmarkError, OutOfMemory
 from ..plan import Op, build_plan
@@ -57,9 +57,9 @@ class StepBench:
         log.info("weights made in %.1f s", time.perf_counter() - start)
         self.backend = self.unpacked = None
 
-    def compile(self, rows, probes=(NO_PROBES,)) -> None:
-        """Kernels for steps of so many rows and for their checks, all side by side."""
-        buckets, start = {b for n in rows for b in (bucket_of(n), other_bucket(n)[0])}, time.perf_counter()
+    def compile(self, rows, probes=(NO_PROBES,), more=()) -> None:
+        """Kernels for steps of so many rows and for their checks, and the buckets `more`, all side by side."""
+        buckets, start = {b for n in rows for b in (bucket_of(n), other_bucket(n)[0])} | set(more), time.perf_counter()
         side_by_side([partial(compile_bucket, self._plan, b, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=p)
                       for p in probes for b in buckets])
         log.info("kernels compiled in %.1f s", time.perf_counter() - start)
@@ -102,7 +102,7 @@ class StepBench:
         first = context - rows_each
         self.rows, self.sequences, self.rows_each, self.context = n, sequences, rows_each, context
         self.backend._write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
-                            row_position=np.tile(np.arange(first, context), sequences), logit_rows=np.arange(n), row_accepted=np.ones(n))
+                            row_position=np.tile(np.arange(first, context), sequences), logit_rows=np.arange(n)[-DECODE_ROWS:], row_accepted=np.ones(n))
 
     def step(self, walk: bool = False) -> dict:
         """Milliseconds of the placed step with its commit (median), beside the floor of the bytes that it must read.

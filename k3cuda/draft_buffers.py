@@ -57,5 +57,5 @@ def cache_bytes(cfg: DraftConfig, tp: int = 1) -> int:
 def draft_dims(cfg: DraftConfig, *, tp: int, num_drafts: int, seqs: int, slots: int, pages: int, slot_pages: int, rows: int = DECODE_ROWS) -> dict[str, int]:
     """Sizes of `DraftConfig.dims()` and those of the machine. `rows` are enough for the context rows of a target step and for the blocks of `seqs`
     sequences."""
-    return cfg.dims() | {"ranks": tp, "rows": rows, "head_rows": rows, "seqs": seqs, "num_drafts": num_drafts, "slots": slots, "pages": pages,
+    return cfg.dims() | {"ranks": tp, "rows": rows, "decode_rows": rows, "head_rows": rows, "seqs": seqs, "num_drafts": num_drafts, "slots": slots, "pages": pages,
                          "slot_pages": slot_pages, "page_size": PAGE_SIZE}

@@ -73,9 +73,9 @@ def draft(family, is_context=False, **changes):
         alone.commit(slot, 0, random_taps(source.cfg, 12, slot))
     if is_context:
         alone.commit(1, 12, random_taps(source.cfg, 9, 5), accepted=6)
-        return Machine(alone.draft.program, alone.draft.plan.context, {"rows": 9})
+        return Machine(alone.draft.program, alone.draft.plan.context, {"rows": 9, "decode_rows": 9})
     alone.draft.propose([ask(slot, 3 + slot, 12, seed=slot, temperature=0.7) for slot in range(2)])
-    return Machine(alone.draft.program, alone.draft.plan.ops, {"rows": 14, "head_rows": 10, "seqs": 2})
+    return Machine(alone.draft.program, alone.draft.plan.ops, {"rows": 14, "decode_rows": 14, "head_rows": 10, "seqs": 2})
 
 
 GATED = {"mla_use_nope": True, "mla_use_output_gate": True, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,

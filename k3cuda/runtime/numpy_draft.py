@@ -51,7 +51,7 @@ class NumpyDraft:
         """Context rows of the accepted rows of the target's last step; positions behind the draft's own limit get none."""
         inside = accepted & (rows.positions < self.cfg.max_position_embeddings)
         self.program.write(row_slot=rows.slots, row_position=rows.positions, row_accepted=inside)
-        self.program.run(self.plan.context, {"rows": len(rows)}, observe)
+        self.program.run(self.plan.context, {"rows": len(rows), "decode_rows": len(rows)}, observe)
 
     def propose(self, asks: list[DraftAsk], observe=None) -> list[Drafted]:
         """`num_drafts` tokens for each sequence, fewer where the draft's logits are not finite."""
@@ -62,7 +62,7 @@ class NumpyDraft:
         seeds = np.array([(a.seed & 0xFFFFFFFF, a.seed >> 32) for a in asks], np.uint32).view(np.int32)
         self.program.write(token_ids=ids.reshape(-1), row_slot=np.repeat([a.slot for a in asks], r), row_position=positions.reshape(-1),
                            logit_rows=wanted, seq_seed=seeds, seq_temperature=np.array([a.temperature for a in asks], np.float32))
-        self.program.run(self.plan.ops, {"rows": seqs * r, "head_rows": seqs * k, "seqs": seqs}, observe)
+        self.program.run(self.plan.ops, {"rows": seqs * r, "decode_rows": seqs * r, "head_rows": seqs * k, "seqs": seqs}, observe)
         self._places = {a.slot: s for s, a in enumerate(asks)}
         arena = self.program.arenas[0]
         out = []

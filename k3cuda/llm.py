@@ -11,14 +11,12 @@ from typing import Callable
 import numpy as np
 
 from .errors import UsageError
-from .runtime.answer import AnswerParser
-from .runtime.chat import THINKING_EFFORTS, encode_chat
+from .runtime.conversation import answer_reader, conversation_ids
 from .runtime.engine import Engine
-from .runtime.open_model import choice, open_model
+from .runtime.open_model import open_model
 from .runtime.output import Collector, Output
 from .runtime.progress import Progress
 from .runtime.prompt_arrays import as_ids, as_prompts
-from .runtime.reasoning_stops import ReasoningStops
 from .runtime.request import Request
 from .runtime.sampling import SamplingParams
 from .runtime.text_stream import TextStream
@@ -207,11 +205,8 @@ class LLM:
     def _encoded(self, prompts) -> list[list[int]]:
         return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in as_prompts(prompts)]
 
-    def _rendered(self, messages, *, tools, reasoning_effort, tool_choice, response_format) -> list[int]:
-        effort = choice("reasoning_effort", "max" if reasoning_effort is None else reasoning_effort, ("none", *THINKING_EFFORTS))
-        thinking = effort != "none"
-        return encode_chat(self.tokenizer, messages, tools, thinking=thinking, thinking_effort=effort if thinking else None,
-                           tool_choice=tool_choice, response_format=response_format)
+    def _rendered(self, messages, **options) -> list[int]:
+        return conversation_ids(self.tokenizer, messages, **options)
 
     def _paired(self, prompts: list[list[int]], given) -> list[tuple[list[int], SamplingParams]]:
         params = list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
@@ -226,8 +221,7 @@ class LLM:
         return None if self._tokenizer is None and not params.stop else TextStream(self.tokenizer, params.stop)
 
     def _chat_text(self, params: SamplingParams, reasoning_effort: str):
-        parser = AnswerParser(self.tokenizer, thinking=reasoning_effort != "none", stop=params.stop)
-        return ReasoningStops(parser, params.stop) if params.stop_in_reasoning and params.stop else parser
+        return answer_reader(self.tokenizer, params, reasoning_effort)
 
     def _add(self, ids, params, text, *, is_chat=False, is_stream=False) -> str:
         request_id = f"request-{next(self._ids)}"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from command import k3
 
-from k3cuda.cli.answers import Text, tool_call
+from k3cuda.cli.answers import Text
 from k3cuda.cli.output import Result, to_json
 from k3cuda.runtime.demo import DemoCheckpoint, open_demo
 from k3cuda.runtime.output import Chunk
@@ -24,7 +24,7 @@ def test_tool_calls_are_lines_behind_the_text(streamed, tmp_path):
     view.end()
     result.close()
     text, call = (tmp_path / "out").read_text().splitlines()
-    assert text == "Let me see" and json.loads(call) == tool_call(CALL)
+    assert text == "Let me see" and json.loads(call) == CALL.document
     assert json.loads(json.loads(call)["function"]["arguments"]) == {"at": "it"}
 
 

@@ -3,24 +3,32 @@ import logging
 import secrets
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from .. import __version__
 from .output import Result, is_terminal, log, say, write_stderr
 
 
-def open_llm(model: str, show_progress: bool, **arguments):
-    """The loaded model; a terminal shows that it is being loaded."""
+@contextmanager
+def loading(model: str, show_progress: bool):
+    """A terminal shows that the model is being loaded."""
     shown = show_progress and is_terminal(sys.stderr)
     if shown:
         write_stderr(f"loading {model} ...")
     try:
-        from ..llm import LLM
-
-        return LLM(model, **arguments)
+        yield
     finally:
         if shown:
             write_stderr("\r\033[K")
+
+
+def open_llm(model: str, show_progress: bool, **arguments):
+    """The loaded model."""
+    with loading(model, show_progress):
+        from ..llm import LLM
+
+        return LLM(model, **arguments)
 
 
 class Text:
@@ -52,7 +60,7 @@ class Text:
         self._result.write(chunk.text)
         for call in chunk.tool_calls:
             self._result.end_line()
-            self._result.document(tool_call(call))
+            self._result.document(call.document)
 
     def _close_thinking(self) -> None:
         if self._open:
@@ -72,7 +80,7 @@ class Json:
     def chunk(self, chunk) -> None:
         if self._lines and (chunk.token_ids or chunk.text or chunk.reasoning or chunk.tool_calls):
             self._result.document({"event": "delta", "text": chunk.text, "reasoning": chunk.reasoning,
-                                   "tool_calls": [tool_call(c) for c in chunk.tool_calls], "token_ids": chunk.token_ids})
+                                   "tool_calls": [c.document for c in chunk.tool_calls], "token_ids": chunk.token_ids})
 
     def end(self, output) -> None:
         whole = self._head | document(output, self._llm)
@@ -84,7 +92,7 @@ def document(output, llm) -> dict:
     stats, backend = output.stats, llm.backend
     found = {
         "prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.completion_tokens, "reasoning_tokens": stats.reasoning_tokens,
-        "text": output.text, "reasoning": output.reasoning, "tool_calls": [tool_call(c) for c in output.tool_calls],
+        "text": output.text, "reasoning": output.reasoning, "tool_calls": [c.document for c in output.tool_calls],
         "token_ids": output.token_ids, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason,
         "sampling": asdict(output.sampling),
         "timing": {"load_s": llm.load_s, "ttft_s": stats.ttft_s, "decode_s": stats.decode_s, "tpot_ms": stats.tpot_ms,
@@ -98,11 +106,6 @@ def document(output, llm) -> dict:
             {"token_id": d.token_id, "logprob": d.logprob, "top_logprobs": [{"token_id": i, "logprob": p} for i, p in d.top_logprobs or ()]}
             for d in output.logprobs]
     return found
-
-
-def tool_call(call) -> dict:
-    """A call in OpenAI's form."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
 
 
 def report(output, *, is_seed_drawn: bool = False, is_json: bool = False) -> None:

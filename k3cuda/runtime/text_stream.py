@@ -18,6 +18,11 @@ class ToolCall(NamedTuple):
     arguments: dict
     arguments_json: str
 
+    @property
+    def document(self) -> dict:
+        """The call in OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments_json}}
+
 
 class Delta(NamedTuple):
     """What became final with one token: text to append to each channel, and the calls that were completed."""

@@ -38,6 +38,9 @@ SERVE = [
 TEST = [
     "pytest>=8",
     "hypothesis>=6.100",                                       # property tests
+    *SERVE,
+    "openai>=1.50",                                            # the client that the server is for
+    "httpx>=0.27,<1",                                          # HTTP as it comes: streams, broken bodies
     "nvidia-cuda-nvdisasm>=13.0,<14; sys_platform=='linux'",  # opcodes of compiled kernels; it reads CUDA 12 cubins too
 ]
 

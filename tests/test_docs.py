@@ -14,7 +14,7 @@ from k3cuda.runtime.write_checkpoint import write_checkpoint
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-NOT_HERE = {"bench", "compile"}   # the one needs a GPU, the other minutes, and has tests of its own
+NOT_HERE = {"bench", "compile", "serve"}   # the first needs a GPU, the second minutes, the third has no end: these two have tests of their own
 
 
 def options(command, name):

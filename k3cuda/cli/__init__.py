@@ -10,6 +10,7 @@ from .generate import generate
 from .group import Group
 from .info import info
 from .plan import plan
+from .serve import serve
 from .tokenize import tokenize
 
 
@@ -27,5 +28,5 @@ def main():
     """
 
 
-for command in (generate, chat, tokenize, info, check, plan, compile, bench):
+for command in (generate, chat, serve, tokenize, info, check, plan, compile, bench):
     main.add_command(command)

@@ -48,6 +48,19 @@ class NotYet(Option):
             raise click.UsageError(f"{option.opts[0]}: {option.what} is not in this version yet; leave it out", ctx)
 
 
+class NotNeeded(Option):
+    """A flag of vLLM that says what is so here anyway, or what is not so: accepted, with one line that says why it changes nothing."""
+
+    def __init__(self, *declarations, why: str, **attributes):
+        super().__init__(*declarations, hidden=True, callback=self._explain, expose_value=False, **attributes)
+        self.why = why
+
+    @staticmethod
+    def _explain(ctx, option, value):
+        if value not in (None, False, ()) and not ctx.resilient_parsing:
+            output.say(f"{option.opts[0]} is not needed: {option.why}")
+
+
 def flags(*options):
     """A decorator that adds `options` in this order."""
     def decorate(command):
@@ -149,7 +162,7 @@ DRAFT = (
     flag("--num-speculative-tokens", "-k", cls=NotYet, what="speculation", aliases=["--speculative-num-draft-tokens", "--draft"]),
     flag("--speculative-config", cls=NotYet, what="speculation"),
 )
-engine = flags(
+_ENGINE = (
     flag("--tp", type=click.IntRange(min=1), default=1, metavar="N", aliases=TP_ALIASES,
           help="Ranks to cut the model over.  [default: 1]"),
     flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],
@@ -165,6 +178,13 @@ engine = flags(
     flag("--gpu-memory-utilization", cls=NotYet, what="a GPU memory budget",
           aliases=["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]),
 )
+engine = flags(*_ENGINE)
+
+
+def server_engine(max_batch: int):
+    """The flags of `engine` with another default for --max-batch."""
+    batch = {"default": max_batch, "help": f"Sequences at a time.  [default: {max_batch}]"}
+    return flags(*((names, attributes | batch if "--max-batch" in names else attributes) for names, attributes in _ENGINE))
 
 
 def effort(reasoning_effort: str | None, no_think: bool, model: str) -> str:

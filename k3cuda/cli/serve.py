@@ -1,0 +1,66 @@
+"""`k3cuda serve`: an OpenAI-compatible server. docs/serve.md says how it runs and what it takes."""
+import click
+
+from ..errors import UsageError
+from . import options
+from .answers import loading
+from .output import say
+
+MAX_BATCH = 8
+_FLAG = {"is_flag": True}
+# What people paste from a vLLM command. Where a flag takes a value it is not looked at.
+NOT_NEEDED = {
+    ("--trust-remote-code",): ("no code of a checkpoint is ever run", _FLAG),
+    ("--reasoning-parser",): ("reasoning is read from the token ids of the format, always", {}),
+    ("--tool-call-parser",): ("tool calls are read from the token ids of the format, always", {}),
+    ("--enable-auto-tool-choice",): ("tools of a request are always offered to the model", _FLAG),
+    ("--enable-reasoning",): ("reasoning is always told apart", _FLAG),
+    ("--tokenizer",): ("the tokenizer is the checkpoint's own", {}),
+    ("--tokenizer-mode",): ("there is one tokenizer, the checkpoint's own", {}),
+    ("--dtype",): ("the precisions are those of docs/numerics.md", {}),
+    ("--quantization",): ("the released formats are read as they are", {}),
+    ("--enable-chunked-prefill",): ("prompts always run in chunks beside the answers of others", _FLAG),
+    ("--max-num-batched-tokens",): ("the rows of a step are fixed", {}),
+    ("--enforce-eager",): ("the launches of a step are fixed", _FLAG),
+    ("--enable-expert-parallel",): ("how experts lie over the ranks is fixed, see docs/design.md", _FLAG),
+    ("--block-size",): ("a page of the cache has 64 tokens", {}),
+    ("--swap-space",): ("a request that runs is never moved out", {}),
+    ("--disable-log-requests",): ("prompt text is never logged", _FLAG),
+    ("--disable-log-stats",): ("counts are at /metrics only", _FLAG),
+}
+
+
+@click.command(cls=options.Command)
+@options.model()
+@options.flags(
+    options.flag("--host", default="127.0.0.1", metavar="ADDRESS", help="0.0.0.0 for all interfaces.  [default: 127.0.0.1]"),
+    options.flag("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.  [default: 8000]"),
+    options.flag("--api-key", metavar="KEY", envvar="K3CUDA_API_KEY", help="Answer only requests that have it.  [default: none]"),
+    options.flag("--served-model-name", multiple=True, metavar="NAME", help="What requests call the model; may be repeated.  [default: MODEL]"),
+    options.flag("--reasoning-effort", type=click.Choice(["none", "low", "high", "max"], False), aliases=["--thinking-effort"],
+                 help="Where a request says nothing.  [default: max; none for demo]"),
+    options.flag("--max-queue", type=click.IntRange(min=0), default=512, metavar="N", aliases=["--max-queued-requests"],
+                 help="Requests that may wait; more get status 429.  [default: 512]"),
+    options.flag("--max-body", type=click.IntRange(min=1), default=32 << 20, metavar="BYTES", help="Longest body.  [default: 33554432, 32 MiB]"),
+    options.flag("--shutdown-grace", type=click.FloatRange(min=0), default=30, metavar="SECONDS",
+                 help="For requests to end after SIGTERM or Ctrl-C.  [default: 30]"))
+@options.server_engine(MAX_BATCH)
+@options.flags(*(options.flag(*names, cls=options.NotNeeded, why=why, **attributes) for names, (why, attributes) in NOT_NEEDED.items()))
+def serve(model, host, port, api_key, served_model_name, reasoning_effort, max_queue, max_body, shutdown_grace, no_progress, **engine):
+    """Serve a model to OpenAI clients until a signal comes."""
+    try:
+        from ..serve import server
+    except ImportError as e:
+        raise UsageError(f"serve needs the package {e.name}, which is not installed", "pip install 'k3cuda[serve]'") from e
+    from ..serve.http import Limits
+
+    effort = options.effort(reasoning_effort, False, model)
+    with server.bind(host, port) as listener:
+        with loading(model, not no_progress):
+            service = server.open_service(model, engine, names=served_model_name or (model,), effort=effort, max_queue=max_queue,
+                                          limits=Limits(max_body=max_body), api_key=api_key)
+        address, port = listener.getsockname()[:2]
+        address = f"[{address}]" if ":" in address else address
+        listener.listen(server.BACKLOG)   # only now: who connects earlier would take a model that loads for one that hangs
+        say(f"{service.names[0]} is served at http://{address}:{port}/v1; Ctrl-C ends")
+        server.serve(service, listener, shutdown_grace)

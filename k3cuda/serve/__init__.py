@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server; docs/serve.md says how it runs. Needs the extra `serve`."""

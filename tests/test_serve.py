@@ -1,11 +1,15 @@
 """The server as clients see it: the official openai client where it can say what is to be said, httpx elsewhere."""
 import json
+import re
 
 import pytest
+from command import ROOT
 from scripted import CLOSED, END, THOUGHT, TOKENIZER, USER, fake  # noqa: F401, the fixture
 from serving import serving  # noqa: F401, the fixture
 
 from k3cuda import SamplingParams
+from k3cuda.serve.app import ROUTES
+from k3cuda.serve.fields import CHAT, COMPLETION
 
 openai = pytest.importorskip("openai")
 
@@ -169,3 +173,15 @@ def test_a_checkpoint_without_a_tokenizer_takes_ids(serving):
 def test_end_tokens(serving):
     found = serving("ok<|end_of_msg|>").post("/v1/completions", prompt="a", temperature=0, stop_token_ids=[TOKENIZER.encode("k")[0]]).json()["choices"][0]
     assert END not in TOKENIZER.encode("k") and (found["text"], found["finish_reason"], found["stop_reason"]) == ("o", "stop", TOKENIZER.encode("k")[0])
+
+
+def test_the_page_has_routes_fields_and_an_example_that_runs(serving, capsys):
+    page = (ROOT / "docs/serve.md").read_text(encoding="utf-8")
+    for route in ROUTES:
+        assert f" {route.path.replace(':path', '')}`" in page, route.path
+    for field in CHAT | COMPLETION:
+        assert f"`{field}" in page or field == "user", field
+    example, = re.findall(r"```python\n(.*?)```", page, re.S)
+    running = serving(SAID.removeprefix(THOUGHT))
+    exec(example.replace("http://127.0.0.1:8000", running.url), {})
+    assert capsys.readouterr().out == "Yes. No. é 0\n"

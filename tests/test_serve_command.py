@@ -1,0 +1,87 @@
+"""`k3cuda serve` in a process of its own: on the demo model, until a signal comes."""
+import asyncio
+import re
+import signal
+import socket
+import sys
+
+import pytest
+from command import k3, start
+from serving import httpx
+
+from k3cuda import LLM, SamplingParams
+
+STREAMS = 500
+
+
+class Process:
+    def __init__(self, *args):
+        self.process, self.said = start("serve", "demo", "--port", 0, *args), []
+        while not self.said or b"is served at" not in self.said[-1]:
+            self.said.append(self.process.stderr.readline())
+            assert self.said[-1], self.said
+        self.url = re.search(rb"http://\S+(?=/v1)", self.said[-1])[0].decode()
+
+    def end(self, number=signal.SIGTERM) -> tuple[int, bytes, bytes]:
+        self.process.send_signal(number)
+        out, rest = self.process.communicate(timeout=60)
+        return self.process.returncode, out, b"".join(self.said) + rest
+
+
+def test_500_streams_at_a_time_are_neither_lost_nor_mixed_up():
+    """Each has a seed of its own, and gets the text of that seed."""
+    running = Process("--max-batch", 64, "--max-queue", STREAMS, "--max-model-len", 128)
+
+    async def ask(client, seed) -> str:
+        text, body = "", {"prompt": "a", "max_tokens": 2, "seed": seed, "stream": True, "ignore_eos": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                text += line + "\n"
+        assert text.endswith("data: [DONE]\n\n")
+        return "".join(re.findall(r'"text":"((?:[^"\\]|\\.)*)"', text))
+
+    async def all_of_them():
+        limits = httpx.Limits(max_connections=STREAMS)
+        async with httpx.AsyncClient(base_url=running.url, limits=limits, timeout=120) as client:
+            return await asyncio.gather(*(ask(client, seed) for seed in range(STREAMS)))
+
+    shown = asyncio.run(all_of_them())
+    code, out, said = running.end()
+    assert (code, out) == (128 + signal.SIGTERM, b"") and b"Traceback" not in said
+    checked = [0, 64, 255, 499]
+    with LLM("demo", max_batch=len(checked), max_model_len=128) as llm:
+        want = llm.generate(["a"] * len(checked), [SamplingParams(max_tokens=2, seed=seed, ignore_eos=True) for seed in checked])
+    assert [shown[seed] for seed in checked] == [w.text.replace("\\", r"\\").replace('"', r"\"") for w in want]
+    assert len(set(shown)) > 50   # the law is wide: that all got one answer would show
+
+
+def test_flags_of_vllm_and_ctrl_c():
+    running = Process("--trust-remote-code", "--reasoning-parser", "kimi_k2", "--tensor-parallel-size", 1, "--max_num_seqs", 2, "--max-model-len", 64,
+                      "--served-model-name", "k3", "--api-key", "secret")
+    assert httpx.get(running.url + "/v1/models", headers={"Authorization": "Bearer secret"}).json()["data"][0]["id"] == "k3"
+    assert httpx.get(running.url + "/v1/models").status_code == 401
+    code, out, said = running.end(signal.SIGINT)
+    assert (code, out) == (128 + signal.SIGINT, b"") and b"Traceback" not in said and b"secret" not in said
+    lines = said.decode().splitlines()
+    assert [line.partition(" is not needed: ")[0] for line in lines[:2]] == ["--trust-remote-code", "--reasoning-parser"]
+
+
+def test_what_is_in_the_way_is_told_before_a_model_is_looked_for(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1 port {port}".encode() in k3("serve", "/no/such", "--port", port, code=2).stderr
+    assert b"no such" in k3("serve", "/no/such", "--port", 0, code=3).stderr
+    assert b"cannot listen at 203.0.113.1" in k3("serve", "demo", "--host", "203.0.113.1", code=2).stderr   # an address that no machine has
+
+
+@pytest.mark.parametrize("name", ["uvicorn", "starlette"])
+def test_a_package_that_is_missing_is_named(monkeypatch, name):
+    from click.testing import CliRunner
+
+    from k3cuda.cli.serve import serve
+    for module in [m for m in sys.modules if m.split(".")[0] == name or m.startswith("k3cuda.serve")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    found = CliRunner().invoke(serve, ["demo"])
+    assert name in str(found.exception) and "pip install 'k3cuda[serve]'" in str(found.exception)

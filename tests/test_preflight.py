@@ -8,16 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from damage import NUM_SHARDS, SMALL, edit_header, edit_index, edit_json, key, rename, shard
-from k3cuda.config import K3Config
 from k3cuda.errors import CheckpointError, OutOfMemory
 from k3cuda.runtime import preflight
 from k3cuda.runtime.checkpoint import Checkpoint
 from k3cuda.runtime.preflight import check
 from k3cuda.runtime.shards import INDEX
-from k3cuda.runtime.write_checkpoint import file_header
-from k3cuda.weights import checkpoint_bytes, checkpoint_key, layer_weights, stored_shapes
+from k3cuda.weights import checkpoint_bytes
 from models import HEADDIMS
-from real_config import real_config
 
 
 def append(path, data: bytes) -> None:
@@ -220,43 +217,6 @@ def test_odd_files_end_in_findings(folder, name, values, content):
         (folder / name).write_bytes(data)
         json.dumps(check(folder).to_dict()).encode()
     (folder / name).write_bytes(before)
-
-
-def release_in_holes(path) -> None:
-    """The release's headers and index, with holes for data: 1.56 TB that take 130 MB of disk."""
-    cfg, weight_map = K3Config.from_json(real_config()), {}
-    dims, total = cfg.dims(), 0
-    for n, layer in enumerate([*range(cfg.num_hidden_layers), None], 1):
-        entries = {checkpoint_key(w, layer, expert): (w.dtype, stored_shapes(w, dims)[0])
-                   for w in layer_weights(cfg, layer) for expert in (range(cfg.num_experts) if w.per_expert else [None])}
-        _, header, size = file_header(entries)
-        name = f"model-{n:05d}-of-000096.safetensors"
-        with open(path / name, "wb") as f:
-            f.write(header)
-            f.truncate(len(header) + size)
-        weight_map |= dict.fromkeys(entries, name)
-        total += size
-    weight_map |= {f"vision_tower.{i}": "model-00096-of-000096.safetensors" for i in range(165)}
-    weight_map |= {f"mm_projector.{i}": "model-00095-of-000096.safetensors" for i in range(3)}
-    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total + 894_717_952}, "weight_map": weight_map}))
-    (path / "config.json").write_text(json.dumps(real_config()))
-
-
-def test_the_release(tmp_path, monkeypatch):
-    try:
-        release_in_holes(tmp_path)
-    except OSError as e:
-        pytest.skip(f"this disk cannot hold files with holes: {e}")
-    set_memory(monkeypatch, 2 * 10**12)
-    report = check(tmp_path, tp=16)
-    assert report.ok, report.findings
-    facts = report.facts
-    assert facts["bytes"] == 1_559_965_606_912 and facts["tensors"] == 497_052 and facts["shards"] == 94
-    assert facts["skipped_tensors"] == 168 and facts["skipped_shards"] == 2
-    assert f"{facts['bytes_per_rank']['16'] / 1e9:.3f}" == "97.506"
-    assert "model-00095-of-000096.safetensors, model-00096-of-000096.safetensors not there: not needed" in report.notes[0]
-    part = report.open().rank_slices("expert_w2_scale", 1, 16, 15)
-    assert part.shape == (896, 3584, 6) and not part.any()
 
 
 def test_shards_have_the_release_names():

@@ -17,7 +17,7 @@ from k3cuda.runtime.backend import StepRows
 from k3cuda.runtime.checkpoint import Checkpoint
 from k3cuda.runtime.demo import open_demo
 from k3cuda.runtime.made_config import made_config
-from k3cuda.runtime.made_model import MadeCheckpoint, code_values, position_codes
+from k3cuda.runtime.made_model import MadeCheckpoint, position_values
 from k3cuda.runtime.numpy_backend import NumpyBackend
 from k3cuda.runtime.safetensors_file import SafetensorsFile
 from k3cuda.runtime.write_checkpoint import PROJECTOR, TOWER, write_checkpoint
@@ -147,7 +147,7 @@ def codes_of(cfg, weight, layer) -> np.ndarray:
     columns = shape[-1] if len(shape) > 1 else 1
 
     def one(expert):
-        return code_values(position_codes(checkpoint_key(weight, layer, expert), shape[0], columns), weight.dtype).reshape(shape)
+        return position_values(weight, checkpoint_key(weight, layer, expert), range(shape[0]), columns).reshape(shape)
 
     return np.stack([one(e) for e in range(cfg.num_experts)]) if weight.per_expert else one(None)
 

@@ -77,23 +77,24 @@ def scale_byte(weight: Weight, dims: dict[str, int]) -> int:
     return 127 - 1 + round(math.log2(1 / (_MXFP4_STD * fan_in**0.5)))
 
 
-def position_codes(key: str, rows: int, columns: int) -> np.ndarray:
+def position_codes(key: str, rows: range, columns: int) -> np.ndarray:
     """uint32 [rows, columns]: a code of the tensor `key` (which names layer and expert), the row and the column."""
-    row = np.arange(rows, dtype=np.uint32)[:, None] * _ROW
+    row = np.arange(rows.start, rows.stop, dtype=np.uint32)[:, None] * _ROW
     column = np.arange(columns, dtype=np.uint32)[None, :] * _COLUMN
     code = (row + column + np.uint32(crc32(key.encode()))).astype(np.uint32)
     return code ^ (code >> np.uint32(15)) * np.uint32(0x2C1B3C6D)
 
 
-def code_values(codes: np.ndarray, dtype: str) -> np.ndarray:
-    """The bits of position codes as finite values of a stored dtype."""
-    if dtype == "U8":
-        return codes.astype(np.uint8)
-    if dtype == "F32":
+def position_values(weight: Weight, key: str, rows: range, columns: int) -> np.ndarray:
+    """[rows, columns]: the bits of position codes as finite values of the stored dtype; scales at most 2^0."""
+    codes = position_codes(key, rows, columns)
+    if weight.dtype == "U8":
+        return (codes & np.uint32(0x7F if weight.mxfp4 == "scale" else 0xFF)).astype(np.uint8)
+    if weight.dtype == "F32":
         return (codes & np.uint32(0x3FFFFFFF)).view(np.float32)
     return (codes & np.uint32(0x3FFF)).astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
 def _positions(weight: Weight, dims: dict[str, int], n: int, seed: int, key: str) -> np.ndarray:
     columns = dims[weight.shape[-1]] if len(weight.shape) > 1 else 1
-    return code_values(position_codes(key, n // columns, columns).reshape(-1), weight.dtype)
+    return position_values(weight, key, range(n // columns), columns).reshape(-1)

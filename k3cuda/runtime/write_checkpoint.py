@@ -7,8 +7,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from ..config import K3Config
 from ..errors import OutOfMemory, UsageError
-from ..weights import DTYPE_BYTES, checkpoint_bytes, checkpoint_key, layer_weights, stored_shapes
+from ..weights import DTYPE_BYTES, checkpoint_bytes, checkpoint_keys, layer_weights, stored_shapes
 from .checkpoint import CONFIG, GENERATION_CONFIG
 from .made_config import config_json
 from .shards import INDEX, SINGLE
@@ -59,12 +60,24 @@ def write_checkpoint(source: TensorSource, path, *, vision: bool = False, single
 
 def _layer(source: TensorSource, layer: int | None) -> dict:
     """Tensor name -> (dtype, shape, a function that makes it) of one layer."""
-    dims, entries = source.cfg.dims(), {}
+    entries = shard_shapes(source.cfg, layer)
     for w in layer_weights(source.cfg, layer):
-        for expert in range(source.cfg.num_experts) if w.per_expert else (None,):
-            make = lambda w=w, expert=expert: source.stored(w, layer, expert)
-            entries[checkpoint_key(w, layer, expert)] = (w.dtype, stored_shapes(w, dims)[0], make)
+        for expert, key in enumerate(checkpoint_keys(w, layer, source.cfg)):
+            make = lambda w=w, expert=expert if w.per_expert else None: source.stored(w, layer, expert)
+            entries[key] += (make,)
     return entries
+
+
+def shard_shapes(cfg: K3Config, layer: int | None) -> dict:
+    """Tensor name -> (dtype, shape) of one layer, or of what lies outside the layers."""
+    dims, entries = cfg.dims(), {}
+    for w in layer_weights(cfg, layer):
+        entries |= dict.fromkeys(checkpoint_keys(w, layer, cfg), (w.dtype, stored_shapes(w, dims)[0]))
+    return entries
+
+
+def shard_name(n: int, count: int) -> str:
+    return f"model-{n:05d}-of-{count:06d}.safetensors"  # five digits and six, as in the release
 
 
 def _picture(shapes: dict) -> dict:
@@ -74,15 +87,21 @@ def _picture(shapes: dict) -> dict:
 def _write_shards(path: Path, parts: list[dict]) -> None:
     weight_map, total = {}, 0
     for i, part in enumerate(parts, 1):
-        name = f"model-{i:05d}-of-{len(parts):06d}.safetensors"  # five digits and six, as in the release
+        name = shard_name(i, len(parts))
         total += write_file(path / name, part)
         weight_map |= dict.fromkeys(part, name)
-    write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    write_index(path, weight_map, total)
+
+
+def write_index(path: Path, weight_map: dict[str, str], total: int) -> None:
+    """The index of a folder: tensor name -> file, and the bytes of all tensors. One line: the writer of indented JSON takes seconds."""
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (path / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 def write_file(path: Path, entries: dict) -> int:
     """Writes one safetensors file, a tensor at a time; returns the bytes of its tensors."""
-    order, header, size = file_header({name: entry[:2] for name, entry in entries.items()})
+    order, header, _, size = file_header({name: entry[:2] for name, entry in entries.items()})
     with path.open("wb") as f:
         f.write(header)
         for name in order:
@@ -90,18 +109,19 @@ def write_file(path: Path, entries: dict) -> int:
     return size
 
 
-def file_header(entries: dict) -> tuple[list[str], bytes, int]:
-    """From name -> (dtype, shape): names in the order of the file, what stands before the first tensor, and bytes of all tensors."""
+def file_header(entries: dict) -> tuple[list[str], bytes, dict[str, int], int]:
+    """From name -> (dtype, shape): names in the order of the file, what stands before the first tensor, where each begins behind it,
+    and bytes of all tensors."""
     order = sorted(entries, key=lambda name: (_DTYPE_ORDER.index(entries[name][0]), name))
-    header, at = {"__metadata__": _METADATA}, 0
+    header, begins, at = {"__metadata__": _METADATA}, {}, 0
     for name in order:
         dtype, shape = entries[name]
-        end = at + prod(shape) * DTYPE_BYTES[dtype]
+        begins[name], end = at, at + prod(shape) * DTYPE_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return order, len(text).to_bytes(8, "little") + text, at
+    return order, len(text).to_bytes(8, "little") + text, begins, at
 
 
 def write_json(path: Path, values: dict) -> None:

@@ -163,19 +163,17 @@ def _each_once(pairs: list) -> dict:
 
 def _read_keys(top: dict, problems: list[str]) -> dict:
     text = top.get("text_config")
-    if top.get("model_type") != MODEL_TYPE:
-        problems.append(f"model_type: found {top.get('model_type')!r:.60}, wanted {MODEL_TYPE!r}")
-    if not isinstance(text, dict):
-        problems.append(f"text_config: found {type(text).__name__}, wanted an object")
-        return {}
-    if text.get("model_type") != TEXT_MODEL_TYPE:
-        problems.append(f"text_config.model_type: found {text.get('model_type')!r:.60}, wanted {TEXT_MODEL_TYPE!r}")
-    if top.get("tie_word_embeddings", False) is not False:
-        problems.append(f"tie_word_embeddings: found {top['tie_word_embeddings']!r}, wanted False")
-    for prefix, level in ("", top), ("text_config.", text):
+    for prefix, level, wanted in ("", top, MODEL_TYPE), ("text_config.", text, TEXT_MODEL_TYPE):
+        if not isinstance(level, dict):
+            problems.append(f"text_config: found {type(level).__name__}, wanted an object")
+            return {}
+        if level.get("model_type") != wanted:
+            problems.append(f"{prefix}model_type: found {level.get('model_type')!r:.60}, wanted {wanted!r}")
         formats = level.get("quantization_config")
         if isinstance(formats, dict) and (scheme := formats.get("kv_cache_scheme")) is not None:
             problems.append(f"{prefix}quantization_config.kv_cache_scheme: found {scheme!r:.60}, wanted null: caches are scaled by 1")
+    if top.get("tie_word_embeddings", False) is not False:
+        problems.append(f"tie_word_embeddings: found {top['tie_word_embeddings']!r}, wanted False")
     linear, values = text.get("linear_attn_config"), {}
     _read_level(text, K3Config, FIXED, "text_config.", values, problems, skip={"linear_attn_config", *TOKEN_IDS})
     if isinstance(linear, dict):

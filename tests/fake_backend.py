@@ -43,7 +43,7 @@ class FakeBackend:
     """`bad(tokens)` says whether the logits behind these tokens are NaN. `fail[n]` is raised at the n-th call (from 0) of any of
     open_slot, copy_slot, step, sample, commit and a pending's drawn, and `calls` counts them; a launch is three."""
 
-    name, ranks, gpu, tp, kv_cache_dtype = "fake", "virtual", None, 1, "f32"
+    name, ranks, gpu, tp, kv_cache_dtype, drafting = "fake", "virtual", None, 1, "f32", None
 
     def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, bad=None, fail=None, overlaps=False, max_logits=None):
         self.cfg = SimpleNamespace(vocab_size=vocab_size)

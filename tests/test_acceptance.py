@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from drafts import golden
 
-from k3cuda.reference import accept
 from k3cuda.reference.accept import accept_block, accept_greedy, accept_standard, accept_synthetic, block_chances, judge, log_law, log_softmax_at, residual
 from k3cuda.reference.sample import draft_token, pick, sample_row, uniform
 from k3cuda.runtime.drafting import BLOCK, STANDARD, SYNTHETIC
-from k3cuda.runtime.sampling import STREAM_ACCEPT, STREAM_SAMPLE, Draw, SamplingParams
+from k3cuda.runtime.sampling import STREAM_ACCEPT, STREAM_SAMPLE, Draw, Drawn, SamplingParams
 
 INPUTS, WANT = golden()
 RULES = {"standard": accept_standard, "block": accept_block}
@@ -245,7 +244,7 @@ def test_penalties_of_a_row_see_the_drafts_before_it():
     params = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=2.0, frequency_penalty=1.5)
     each = tuple(Draw(params, 1, 10 + i, output_ids=[5] * i) for i in range(3))
     logits[:, 6] = 2.0
-    assert judge(logits, each, (5, 6), None) == (2, tuple(map(accept.Drawn, (5, 6, 6))))
+    assert judge(logits, each, (5, 6), None) == (2, (Drawn(5, from_draft=True), Drawn(6, from_draft=True), Drawn(6)))
     assert judge(logits, each, (5, 5), None)[0] == 1
 
 

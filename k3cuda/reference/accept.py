@@ -3,6 +3,8 @@
 One sequence in, one answer out, a pure function of its arguments as sample.py's. Work is in logs of probabilities: P of the target at each
 row, Q that a draft was drawn from. Everything keeps the dtype it is given; the sampler gives F32.
 """
+from dataclasses import replace
+
 import numpy as np
 
 from ..runtime.drafting import BLOCK, STANDARD, SYNTHETIC, synthetic_rates
@@ -44,7 +46,7 @@ def judge(logits: np.ndarray, draws: tuple[Draw, ...], ids: tuple[int, ...], dra
         if count < len(scores):
             weights = law(scores[k], params) if count == k else residual(log_p[count], log_q and log_q[count], ids[count], log_w)
             token = pick(weights, uniform(draws[count].seed, draws[count].position, STREAM_SAMPLE))
-    drawn = [drawn_of(int(i), row, params) for i, row in zip(ids[:count], rows)]
+    drawn = [replace(drawn_of(int(i), row, params), from_draft=True) for i, row in zip(ids[:count], rows)]
     return count, (*drawn, Drawn(None) if token is None else drawn_of(token, rows[count], params))
 
 

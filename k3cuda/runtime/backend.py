@@ -13,6 +13,7 @@ import numpy as np
 from ..buffers import BY_NAME, Buffer
 from ..config import DECODE_ROWS, K3Config
 from ..errors import ConfigError, UsageError
+from .drafting import Drafting
 from .sampling import Draw, Drawn
 
 AS_SAMPLED = -1   # a token id: what the last draw for the row's slot gave, whether or not the host has read it
@@ -51,6 +52,23 @@ class Drafted:
 
     token_ids: tuple[int, ...]
     confidence: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Drafts of one sequence to be accepted or not, over the rows of the last step: that of the token before them, then theirs."""
+
+    slot: int
+    draft_ids: tuple[int, ...]   # none: one plain draw
+    draws: tuple[Draw, ...]      # one a row; penalties of a row count the drafts before it as output
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How many drafts stand, and the tokens of the step: these, then one more, whose `token_id` is None where its row was not finite."""
+
+    num_accepted: int
+    drawn: tuple[Drawn, ...]
 
 
 @dataclass
@@ -101,6 +119,7 @@ class Backend(Protocol):
     max_model_len: int    # tokens a slot can hold
     kv_cache_dtype: str
     overlaps: bool        # whether it has `launch` and knows AS_SAMPLED
+    drafting: Drafting | None  # its draft model and how it is used; None where there is none, and no `propose` and `accept`
     counts: StepCounts
 
     def open_slot(self, slot: int, pages: Sequence[int]) -> None:
@@ -141,8 +160,14 @@ class Backend(Protocol):
     def sample(self, draws: Sequence[Draw]) -> list[Drawn]:
         """Draws one token for each row of `logits()`. A row that is not finite gives `Drawn.token_id` None."""
 
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Drafted]:
+        """Tokens of the draft model for sequences whose committed length is the anchor's position. Nothing of it is part of any state."""
+
+    def accept(self, judges: Sequence[Judge]) -> list[Judged]:
+        """Judges drafts of the last `propose` by the rows of `logits()`: those of each entry of `judges`, in order."""
+
     def commit(self, accepted: np.ndarray) -> None:
-        """Advances KDA state and conv window over the rows of the last step where `accepted` (bool [n]) is true.
+        """Advances KDA state and conv window, and the draft model's context, over the rows of the last step where `accepted` (bool [n]) is true.
 
         The accepted rows of a slot are a prefix of its rows. Call it at most once a step.
         """

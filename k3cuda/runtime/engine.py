@@ -1,6 +1,6 @@
-"""The only loop: step, sample, accept, commit, for up to 64 sequences at once. It knows token ids, not text.
+"""The only loop: draft, step, accept, commit, for up to 64 sequences at once. It knows token ids, not text.
 
-On a backend that overlaps, one step is always on its way while the tokens of the one before it are read: the next step takes them
+Without a draft model nothing is drafted and every draw is accepted. On a backend that overlaps, one step is always on its way while the tokens of the one before it are read: the next step takes them
 where they were drawn. What it did for a sequence that turns out to have ended is never looked at.
 """
 import logging
@@ -13,23 +13,27 @@ import numpy as np
 
 from ..config import PAGE_SIZE
 from ..errors import K3Error, NumericalError, OutOfMemory, PromptTooLong, UsageError
-from .backend import Backend, Pending
+from .backend import Backend, Judged, Pending
 from .by_hand import ByHand
 from .prompt_arrays import checked_ids
 from .request import Event, Request, joined, stats_of
 from .sampling import DRAWN_SEED_BITS, Draw, Drawn
 from .scheduler import Scheduler, Sequence, Work, step_rows
+from .speculate import Speculator, kept_rows, refuse_drafts
 from .text_stream import Delta
 
 log = logging.getLogger("k3cuda")
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """What a step yields for one sequence: rows that its state keeps, and new tokens; the last of them is not yet run."""
+class Taken:
+    """What a sequence takes of a step: tokens up to one that ends it, what became final in its text, and how it ended, if it did."""
 
-    num_rows: int
     drawn: tuple[Drawn, ...]
+    deltas: tuple[Delta, ...]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: K3Error | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ class Engine:
         self.backend, self._clock, self._seeds = backend, clock, seeds or random.SystemRandom()
         self.scheduler = Scheduler(backend.num_slots, backend.num_pages, backend.max_rows)
         # Tokens of prompt and answer together.
-        self.context = min(backend.max_model_len, backend.num_pages * PAGE_SIZE)
+        spare = backend.drafting.spare_positions if backend.drafting else 0
+        self.context = min(backend.max_model_len, backend.num_pages * PAGE_SIZE - spare)
+        self._speculator = Speculator(backend) if backend.drafting else None
         self.by_hand = ByHand(backend, self.scheduler, self.context)
         self._sequences: dict[str, Sequence] = {}
         self._due: list[Event] = []  # made, not yet returned by step
@@ -92,6 +98,7 @@ class Engine:
         params = replace(params, max_tokens=min(params.max_tokens or room, room),
                          seed=self._seeds.getrandbits(DRAWN_SEED_BITS) if params.seed is None else params.seed)
         sequence = Sequence(request, params, prompt, len(prompt), self._clock())
+        self._speculator.prepare(sequence) if self._speculator else refuse_drafts(params)
         if not self.scheduler.can_wait(sequence):
             raise UsageError("open sessions hold the slots and cache pages that this request needs", "close a session, or raise max_batch")
         self._sequences[request.request_id] = sequence
@@ -110,7 +117,7 @@ class Engine:
         """
         try:
             self._admit()
-            if self.backend.overlaps:
+            if self.backend.overlaps and not self._speculator:
                 self._step_ahead()
             else:
                 self._step()
@@ -158,59 +165,44 @@ class Engine:
             drawn = tuple(next(tokens) for _ in range(w.num_logits))
             if w.sequence.slot is not None:
                 w.sequence.unread -= len(drawn)
-                self._advance(w.sequence, drawn, now)
+                self._conclude(w.sequence, _take_over(w.sequence, drawn, now))
 
     def _step(self) -> None:
         work = self.scheduler.plan()
         if not work:
             return
+        if self._speculator:
+            work = self._speculator.propose(work)
         self.backend.step(step_rows(work))
-        accepted = self._accept(work, self._sample(work))
-        self.backend.commit(np.concatenate([np.arange(w.count) < a.num_rows for w, a in zip(work, accepted)]))
+        judged = iter(self._judge(work))
+        verdicts = [next(judged) if w.num_logits else Judged(0, ()) for w in work]
         now = self._clock()
-        for w, a in zip(work, accepted):
-            w.sequence.committed += a.num_rows
-            self._advance(w.sequence, a.drawn, now)
+        # Stop rules come before the commit: the state ends where the answer does.
+        taken = [_take_over(w.sequence, v.drawn, now) for w, v in zip(work, verdicts)]
+        rows = [kept_rows(w, len(t.drawn), v.drawn) for w, v, t in zip(work, verdicts, taken)]
+        self.backend.commit(np.concatenate([np.arange(w.count) < n for w, n in zip(work, rows)]))
+        for w, v, t, n in zip(work, verdicts, taken, rows):
+            w.sequence.committed += n
+            if w.num_drafts:
+                w.sequence.speculation.add(len(w.draft_ids), v.num_accepted, len(t.drawn))
+            self._conclude(w.sequence, t)
 
     @staticmethod
     def _draws(work: list[Work]) -> list[Draw]:
         return [w.sequence.draw(w.sequence.committed + w.count) for w in work if w.num_logits]
 
-    def _sample(self, work: list[Work]) -> list[Drawn]:
+    def _judge(self, work: list[Work]) -> list[Judged]:
+        """Of every work with logits what stands, in order."""
+        if self._speculator:
+            return self._speculator.judge(work)
         draws = self._draws(work)
-        return self.backend.sample(draws) if draws else []
+        return [Judged(0, (drawn,)) for drawn in self.backend.sample(draws)] if draws else []
 
-    @staticmethod
-    def _accept(work: list[Work], drawn: list[Drawn]) -> list[Accepted]:
-        """What each sequence keeps of the step. Without drafts that is every row and the token drawn behind the last one; of a row
-        that is not finite nothing is kept."""
-        tokens = iter(drawn)
-        accepted = []
-        for w in work:
-            new = tuple(next(tokens) for _ in range(w.num_logits))
-            is_finite = all(d.token_id is not None for d in new)
-            accepted.append(Accepted(w.count if is_finite else 0, new))
-        return accepted
-
-    def _advance(self, sequence: Sequence, new: tuple[Drawn, ...], now: float) -> None:
-        """Takes over new tokens and applies the stop rules to one after the other."""
-        kept, deltas = [], []
-        for drawn in new:
-            if drawn.token_id is None:
-                error = NumericalError(f"logits for position {len(sequence.tokens)} are not finite",
-                                       "weights may be damaged behind sound headers: compare checksums with the release; other requests go on")
-                return self._end(sequence, "error", kept, deltas, error=error)
-            sequence.tokens.append(drawn.token_id)
-            sequence.first, sequence.last = now if sequence.first is None else sequence.first, now
-            kept.append(drawn)
-            try:
-                finish_reason, stop_reason = _read(sequence, drawn.token_id, deltas)
-            except Exception as e:  # the reader of one request is no other's business
-                return self._end(sequence, "error", kept, deltas, error=_as_k3error(e))
-            if finish_reason:
-                return self._end(sequence, finish_reason, kept, deltas, stop_reason)
-        if kept:
-            self._due.append(Event(sequence.request.request_id, tuple(kept), joined(deltas)))
+    def _conclude(self, sequence: Sequence, taken: Taken) -> None:
+        if taken.finish_reason:
+            self._end(sequence, taken.finish_reason, taken.drawn, taken.deltas, taken.stop_reason, taken.error)
+        elif taken.drawn:
+            self._due.append(Event(sequence.request.request_id, taken.drawn, joined(taken.deltas)))
 
     def _end(self, sequence: Sequence, finish_reason: str, drawn=(), deltas=(), stop_reason=None, error=None) -> None:
         """Frees what the request holds and flushes its text."""
@@ -231,6 +223,30 @@ class Engine:
         self._ahead = None
         for sequence in list(self.scheduler.running):
             self._end(sequence, finish_reason, error=error)
+
+
+def _take_over(sequence: Sequence, new: tuple[Drawn, ...], now: float) -> Taken:
+    """Adds new tokens to the sequence and applies the stop rules to one after the other."""
+    kept, deltas = [], []
+
+    def taken(*end) -> Taken:
+        return Taken(tuple(kept), tuple(deltas), *end)
+
+    for drawn in new:
+        if drawn.token_id is None:
+            return taken("error", None, NumericalError(
+                f"logits for position {len(sequence.tokens)} are not finite",
+                "weights may be damaged behind sound headers: compare checksums with the release; other requests go on"))
+        sequence.tokens.append(drawn.token_id)
+        sequence.first, sequence.last = now if sequence.first is None else sequence.first, now
+        kept.append(drawn)
+        try:
+            finish_reason, stop_reason = _read(sequence, drawn.token_id, deltas)
+        except Exception as e:  # the reader of one request is no other's business
+            return taken("error", None, _as_k3error(e))
+        if finish_reason:
+            return taken(finish_reason, stop_reason)
+    return taken()
 
 
 def _read(sequence: Sequence, token: int, deltas: list[Delta]) -> tuple[str | None, str | int | None]:

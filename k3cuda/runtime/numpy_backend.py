@@ -9,11 +9,12 @@ from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
 from ..draft_buffers import cache_bytes
 from ..errors import ConfigError, OutOfMemory
 from ..plan import Plan, build_plan
+from ..reference.accept import judge
 from ..reference.mxfp4 import ExpertMatrix
 from ..reference.numerics import CACHE_ROUNDING, Numerics
 from ..reference.sample import sample_row
-from .backend import StepCounts, StepRows, check_buffer, check_room
-from .drafting import Drafting
+from .backend import Judged, StepCounts, StepRows, check_buffer, check_room
+from .drafting import PROBABILISTIC, Drafting
 from .machine import REFERENCE
 from .numpy_draft import NumpyDraft
 from .numpy_program import NumpyProgram, widened
@@ -117,6 +118,13 @@ class NumpyBackend:
 
     def propose(self, asks):
         return self.draft.propose(asks)
+
+    def accept(self, judges):
+        out, rows, options = [], iter(self.logits()), self.drafting
+        for j in judges:
+            drawn_from = self.draft.logits(j.slot) if j.draft_ids and options.draft_sampling == PROBABILISTIC else None
+            out.append(Judged(*judge(np.stack([next(rows) for _ in j.draws]), j.draws, j.draft_ids, drawn_from, options.acceptance, options.acceptance_length)))
+        return out
 
     def close(self) -> None:
         self.program.close()

@@ -87,7 +87,7 @@ class Collector:
             self.output = self._finished(event)
         if self.is_stream:
             finish_reason = self.output.finish_reason if self.output else None
-            self.chunks.append(Chunk(*event.delta, token_ids=event.token_ids, finish_reason=finish_reason, stats=event.stats, output=self.output))
+            self.chunks.append(Chunk(*event.delta, token_ids=event.token_ids, from_draft=any(d.from_draft for d in event.drawn), finish_reason=finish_reason, stats=event.stats, output=self.output))
 
     def _finished(self, event: Event) -> Output:
         calls = tuple(c for d in self.deltas for c in d.tool_calls)

@@ -27,11 +27,32 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Speculative:
+    """How a draft model did for one request.
+
+    Attributes:
+        k: drafts asked for a step; one row more was verified.
+        steps: verify steps. proposed: drafts that were verified. accepted: those that stood, also behind a stop.
+        acceptance_rate: accepted of proposed. acceptance_length: tokens a verify step, the one behind the drafts counted, at most k + 1.
+        per_position: for each of k places the share of steps whose draft there stood. None where nothing was verified.
+    """
+
+    k: int
+    steps: int
+    proposed: int
+    accepted: int
+    acceptance_rate: float | None
+    acceptance_length: float | None
+    per_position: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
 class Stats:
     """Counts and times of one request, in tokens and seconds; None where there was nothing to time.
 
     `ttft_s` runs from arrival to the first token, waiting included; `decode_s` from the first token to the last one; `tpot_ms` is
-    decode time a token after the first; `prefill_tok_per_s` counts from the time the request got its slot.
+    decode time a token after the first; `prefill_tok_per_s` counts from the time the request got its slot. `speculative` is None without
+    drafts.
     """
 
     prompt_tokens: int
@@ -42,6 +63,7 @@ class Stats:
     tpot_ms: float | None
     tok_per_s: float | None
     prefill_tok_per_s: float | None
+    speculative: Speculative | None = None
 
 
 @dataclass(frozen=True)
@@ -82,4 +104,10 @@ def stats_of(s: Sequence) -> Stats:
         prefill = s.num_prompt / (s.first - s.admitted) if s.first > s.admitted else None
         if decode > 0:
             tpot, rate = 1e3 * decode / (s.num_output - 1), (s.num_output - 1) / decode
-    return Stats(s.num_prompt, s.num_output, getattr(s.request.text, "num_reasoning_tokens", 0), ttft, decode, tpot, rate, prefill)
+    return Stats(s.num_prompt, s.num_output, getattr(s.request.text, "num_reasoning_tokens", 0), ttft, decode, tpot, rate, prefill,
+                 s.speculation and _speculative(s.speculation))
+
+
+def _speculative(c) -> Speculative:
+    return Speculative(c.num_drafts, c.steps, c.proposed, c.accepted, c.accepted / c.proposed if c.proposed else None,
+                       c.emitted / c.steps if c.steps else None, tuple(n / c.steps for n in c.per_position) if c.steps else None)

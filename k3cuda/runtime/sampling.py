@@ -45,6 +45,7 @@ class SamplingParams:
         repetition_penalty: (0, 2]; divides positive and multiplies negative logits of tokens in the prompt or the answer.
         logprobs: 0 to 20: report the log-probability of each token and of so many most likely ones. None: no report.
         stop_in_reasoning: look for stop strings in the reasoning too.
+        num_drafts: tokens that a draft model proposes a step, at most what the model was opened with; 0: none. None: as it was opened.
 
     Raises:
         UsageError: a value of the wrong type or out of range; it names the field, what was found and what is wanted.
@@ -64,6 +65,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logprobs: int | None = None
     stop_in_reasoning: bool = False
+    num_drafts: int | None = None
 
     def __post_init__(self):
         for field in fields(self):
@@ -90,7 +92,7 @@ class SamplingParams:
             generation_config: what the checkpoint's generation_config.json holds; {} where there is none. Only temperature, top_p,
                 top_k and min_p are read.
         Returns:
-            the same parameters with no None but in seed, max_tokens and logprobs.
+            the same parameters with no None but in seed, max_tokens, logprobs and num_drafts.
         Raises:
             ConfigError: the generation config holds a value that no request could.
         """
@@ -138,11 +140,13 @@ class Drawn:
         token_id: None where the row of logits was not finite.
         logprob: natural log of the token's probability under the raw logits, before penalties and temperature; None unless asked for.
         top_logprobs: (id, logprob) of the most likely tokens, by falling logprob, then rising id; None unless asked for.
+        from_draft: whether a draft model proposed it.
     """
 
     token_id: int | None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
+    from_draft: bool = False
 
 
 @functools.cache
@@ -229,6 +233,7 @@ _CHECKS = {
     "top_k": _int(-1, None, "an integer from -1 up (0 and -1: off)"),
     "seed": _int(0, SEED_END - 1, "an integer from 0 to 2^64 - 1, or none for a random one"),
     "max_tokens": _int(1, None, "an integer of at least 1"),
+    "num_drafts": _int(0, None, "an integer from 0 up, or none"),
     "logprobs": _int(0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
     "presence_penalty": _float(-2, 2), "frequency_penalty": _float(-2, 2), "repetition_penalty": _float(0, 2, low_open=True),
     "stop": _stops, "stop_token_ids": _ids, "ignore_eos": _bool, "stop_in_reasoning": _bool,

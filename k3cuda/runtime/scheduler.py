@@ -24,6 +24,9 @@ class Sequence:
         committed: tokens in the backend's state.
         unread: tokens drawn behind `tokens` that the host has not read, 0 or 1.
         slot, pages: held while it runs; None and () while it waits.
+        drafts, last_anchor: drafts it asks for in a step, as long as its last token stands at no later position than that.
+        spare: positions behind its last one that the draft model's cache needs.
+        speculation: what became of its drafts (speculate.Counts); None where it has none.
         arrived, admitted, first, last: times of the engine's clock, in seconds; `first` and `last` of output tokens.
     """
 
@@ -36,6 +39,10 @@ class Sequence:
     unread: int = 0
     slot: int | None = None
     pages: tuple[int, ...] = ()
+    drafts: int = 0
+    last_anchor: int = -1
+    spare: int = 0
+    speculation: object = None
     admitted: float | None = None
     first: float | None = None
     last: float | None = None
@@ -48,7 +55,7 @@ class Sequence:
     @property
     def num_pages(self) -> int:
         """Pages for every position it may ever hold."""
-        return -(-(self.num_prompt + self.params.max_tokens) // PAGE_SIZE)
+        return -(-(self.num_prompt + self.params.max_tokens + self.spare) // PAGE_SIZE)
 
     @property
     def is_decoding(self) -> bool:
@@ -59,13 +66,20 @@ class Sequence:
         """Tokens to run; none behind a last one that max_tokens has fixed, though nobody has read it."""
         return len(self.tokens) + self.unread - self.committed if self.num_output + self.unread < self.params.max_tokens else 0
 
-    def draw(self, position: int) -> Draw:
-        """The token of `position`, which follows all tokens so far, the unread one too."""
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that its next step may verify: never more than could be kept beside the token that follows them."""
+        if not self.is_decoding or len(self.tokens) - 1 > self.last_anchor:
+            return 0
+        return min(self.drafts, self.params.max_tokens - self.num_output - 1)
+
+    def draw(self, position: int, drafts: tuple[int, ...] = ()) -> Draw:
+        """The token of `position`, which follows all tokens so far, the unread one too, and these drafts."""
         if not self.params.has_penalties:
             return Draw(self.params, self.params.seed, position)
         if self._prompt_set is None:
             self._prompt_set = np.unique(self.tokens[:self.num_prompt])  # penalties ask only which tokens were there
-        return Draw(self.params, self.params.seed, position, prompt_ids=self._prompt_set, output_ids=self.tokens[self.num_prompt:],
+        return Draw(self.params, self.params.seed, position, prompt_ids=self._prompt_set, output_ids=[*self.tokens[self.num_prompt:], *drafts],
                     after_sampled=self.unread > 0)
 
 
@@ -73,12 +87,15 @@ class Sequence:
 class Work:
     """The rows of one sequence in a step: `count` tokens from its committed length on.
 
-    `num_logits` of them, the last ones, want logits: none inside a prompt, one for the token that follows it or is decoded.
+    `num_logits` of them, the last ones, want logits: none inside a prompt, one for the token that follows it or is decoded. There is room
+    for `num_drafts` rows more; once they are proposed, `draft_ids` are the tokens of the last rows, and counted as these are.
     """
 
     sequence: Sequence
     count: int
     num_logits: int
+    num_drafts: int = 0
+    draft_ids: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -158,8 +175,9 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):  # stable: arrival within each kind
             count = min(sequence.num_pending, room)
             if count:
-                work.append(Work(sequence, count, int(count == sequence.num_pending)))
-                room -= count
+                drafts = min(sequence.num_drafts, room - count)
+                work.append(Work(sequence, count, int(count == sequence.num_pending), drafts))
+                room -= count + drafts
         return work
 
 
@@ -168,8 +186,10 @@ def step_rows(work: list[Work]) -> StepRows:
     token_ids, slots, positions, logit_rows = [], [], [], []
     for w in work:
         start, end = w.sequence.committed, w.sequence.committed + w.count
-        token_ids += w.sequence.tokens[start:end]
-        token_ids += [AS_SAMPLED] * (end - max(start, len(w.sequence.tokens)))
+        known = end - len(w.draft_ids)
+        token_ids += w.sequence.tokens[start:known]
+        token_ids += [AS_SAMPLED] * (known - max(start, len(w.sequence.tokens)))
+        token_ids += w.draft_ids
         slots += [w.sequence.slot] * w.count
         positions += range(start, end)
         logit_rows += range(len(token_ids) - w.num_logits, len(token_ids))

@@ -14,20 +14,17 @@ template <class S> constexpr int kMlaScoreRegs = 136;
 // weight is 0, and 0 times NaN would reach everyone. Rows that do see it have NaN weights by then, so they stay NaN.
 template <class S>
 K3_DEVICE void mla_clear_hidden(MlaSmem<S>& m, const MlaCursor& c, int page, const MlaItem& item, int thread) {
-  for (int row = max(item.low + 1 - page, 0); row < kMlaPage; ++row) {
-    const int at = c.at + row / 16;
+  constexpr int kUnits = S::kRowBytes / 16;
+  const int first = max(item.low + 1 - page, 0), unseen = item.end - page;   // rows from `unseen` on lie behind the last position
+  for (int i = thread; i < (kMlaPage - first) * kUnits; i += 64) {
+    const int row = first + i / kUnits, at = c.at + row / 16;
     u8* piece = m.ring[at >= S::kRing ? at - S::kRing : at];
-    for (int i = thread; i < S::kRowBytes / 4; i += 64) {
-      u32* word = (u32*)(piece + S::swizzle(row % 16 * S::kRowBytes + i * 4));
-      u32 v = *word, keep = page + row < item.end ? ~0u : 0;
-      if constexpr (S::Cache::kBytes == 1) {
-        for (int b = 0; b < 4; ++b)
-          if (S::Cache::bad(v, b)) keep &= ~(0xffu << (8 * b));
-      } else {
-        if (S::Cache::bad(v, 0)) keep &= 0xffff0000u;
-        if (S::Cache::bad(v >> 16, 0)) keep &= 0xffffu;
-      }
-      if (keep != ~0u) *word = v & keep;
+    uint4* unit = (uint4*)(piece + S::swizzle(row % 16 * S::kRowBytes + i % kUnits * 16));
+    if (row >= unseen) {
+      *unit = {0, 0, 0, 0};
+    } else {
+      const uint4 v = *unit, keep{S::Cache::finite(v.x), S::Cache::finite(v.y), S::Cache::finite(v.z), S::Cache::finite(v.w)};
+      if ((keep.x & keep.y & keep.z & keep.w) != ~0u) *unit = {v.x & keep.x, v.y & keep.y, v.z & keep.z, v.w & keep.w};
     }
   }
   fence_copies();

@@ -31,7 +31,11 @@ struct MlaBf16 {
   K3_DEVICE static int query_register(int d) { return d / 8; }
   // Latent value of row `g` (0-15) of product tile `i`.
   K3_DEVICE static int dim(int tile, int g) { return tile * 16 + g; }
-  K3_DEVICE static bool bad(u32 v, int) { return (v & 0x7f80u) == 0x7f80u; }
+  // The bits of `v` that belong to finite values.
+  K3_DEVICE static u32 finite(u32 v) {
+    const u32 bad = ((v & 0x7f807f80u) + 0x00800080u) & 0x80008000u;   // the sign's place, where the exponent is all ones
+    return ~(bad | (bad - (bad >> 15)));
+  }
 };
 
 struct MlaE4m3 {
@@ -61,7 +65,10 @@ struct MlaE4m3 {
   K3_DEVICE static int query_lane(int d) { return d / 4; }
   K3_DEVICE static int query_register(int d) { return d % 4 / 2; }
   K3_DEVICE static int dim(int tile, int g) { return tile * 16 + g % 8 * 2 + g / 8; }
-  K3_DEVICE static bool bad(u32 v, int byte) { return (v >> (8 * byte) & 0x7f) == 0x7f; }
+  K3_DEVICE static u32 finite(u32 v) {
+    const u32 bad = ((v & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+    return ~(bad | (bad - (bad >> 7)));
+  }
 };
 
 // kTiles: tiles of 8 queries a group holds (1, 2, 3, 4 or 6). kRing: pieces of 16 cache rows in shared memory, at least 8.

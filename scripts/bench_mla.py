@@ -17,6 +17,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests/gpu")]
 import mla_device as md  # noqa: E402
 
+from k3cuda.runtime.cuda_memory import mla_chunks  # noqa: E402
 from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
 
 ROTATE = 512 << 20   # bytes of caches that one graph walks over: eight times the L2 cache
@@ -43,7 +44,7 @@ class Bench:
     def case(self, bytes_: int, heads: int, sequences: int, tokens: int, rows: int, tiles: int | None = None, blocks: int | None = None):
         tiles = tiles or tiles_of(heads, rows)
         groups = -(-heads * rows // (8 * tiles))
-        m = md.Mla(bytes_, heads, tiles, blocks, partials=sequences * groups * md.chunks(tokens))
+        m = md.Mla(bytes_, heads, tiles, blocks, partials=sequences * groups * mla_chunks(tokens))
         slot_pages = tokens // md.PAGE
         size = sequences * tokens * md.DIM * bytes_
         layers = max(2, min(16, ROTATE // size))

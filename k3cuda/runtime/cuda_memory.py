@@ -14,7 +14,7 @@ from ..weights import LEGAL_TP
 from .cuda_driver import check, driver
 
 VIEW_DTYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8, "kv": np.uint16}
-MLA_SHORTEST_CHUNK = 256  # kMlaShort of mla_work.cuh
+MLA_CHUNKS = ((256, 8192), (512, 65536), (1024, None))  # mla_work.cuh: positions of a chunk, and where chunks of that length end
 
 
 class StepStruct(ctypes.Structure):
@@ -38,14 +38,23 @@ def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_
     return {n: buffer_bytes(BY_NAME[n], dims, kv_cache_dtype) for n in SESSION}
 
 
+def mla_chunks(length: int) -> int:
+    """Chunks that hold the first `length` positions, as `mla_chunks` of mla_work.cuh counts them."""
+    count = start = 0
+    for size, end in MLA_CHUNKS:
+        stop = length if end is None else min(length, end)
+        count += -(-max(stop - start, 0) // size)
+        start = end
+    return count
+
+
 def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
-    """Partial results of the split context that one launch can have at most: a whole context of every slot, in its shortest chunks.
+    """Partial results of the split context that one launch can have at most: all chunks of a whole context of every slot.
 
     A partial belongs to a group of (row, head) pairs of one sequence: those of 8 rows, or MLA_WORK_COLUMNS if that is less.
     """
     heads = cfg.num_attention_heads // tp
-    chunks = -(-slot_pages * PAGE_SIZE // MLA_SHORTEST_CHUNK)
-    return chunks * (slots + max(DECODE_ROWS // 8, -(-DECODE_ROWS * heads // MLA_WORK_COLUMNS)))
+    return mla_chunks(slot_pages * PAGE_SIZE) * (slots + max(DECODE_ROWS // 8, -(-DECODE_ROWS * heads // MLA_WORK_COLUMNS)))
 
 
 def mla_work_bytes(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:

@@ -109,10 +109,6 @@ def tensor_map(cache):
     return cp.asarray(np.frombuffer(ctypes.string_at(encoded.getPtr(), 128), np.uint8))
 
 
-def chunks(length: int) -> int:
-    return -(-min(length, 8192) // 256) + -(-max(min(length, 65536) - 8192, 0) // 512) + -(-max(length - 65536, 0) // 1024)
-
-
 class Mla:
     """Kernels of one shape; `tiles` tiles of 8 queries a group, `blocks` blocks."""
 

@@ -13,6 +13,7 @@ import host  # noqa: E402
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="no C++ compiler")
 PAGE, LATENT, ROPE, HEADS, RING = 64, 128, 64, 6, 8
 DIM = LATENT + ROPE
+QUERY, QUERY_LEAVES, LATENT_LEAVES = 144, 2, 4   # leaves of 72, not whole warps, and of 32
 TYPES = {1: ("MlaE4m3", ml_dtypes.float8_e4m3fn), 2: ("MlaBf16", ml_dtypes.bfloat16)}
 SHAPES = [(1, 1), (1, 6), (2, 6)]
 
@@ -31,6 +32,11 @@ class Combine(ctypes.Structure):
         ("cache_scale", ctypes.c_float), ("next", ctypes.c_void_p), ("out", ctypes.c_void_p)]
 
 
+class Write(ctypes.Structure):
+    _fields_ = [("rows", Rows)] + [(n, ctypes.c_void_p) for n in ("query", "latent", "query_norm", "latent_norm", "query_out", "cache")] + [
+        ("cache_scale", ctypes.c_float), ("eps", ctypes.c_float)]
+
+
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     lines = ['#include "mla_attend.cuh"', '#include "mla_combine.cuh"']
@@ -40,7 +46,11 @@ def library(tmp_path_factory):
                   f"void {n}(MlaAttend a) {{ K3_DYN_SMEM(u8, raw); mla_attend<S_{n}>(a, *(MlaSmem<S_{n}>*)raw, [] {{}}); }}",
                   f"void c{size}_{tiles}(MlaCombine a, int row, int head, int slab) {{ __shared__ MlaCombineSmem m; "
                   f"mla_combine<{HEADS}, {LATENT}, {8 * tiles}>(a, m, row, head, slab); }}"]
-    names = [f"{k}{s}_{t}" for s, t in SHAPES for k in "ac"]
+    for size, stored in ((1, "u8"), (2, "bf16")):
+        lines.append(f"void w{size}(MlaWrite a, int row) {{ __shared__ float leaf[2][16]; "
+                     f"mla_write<{stored}, {QUERY}, {QUERY_LEAVES}, {LATENT}, {LATENT_LEAVES}, {ROPE}>(a, leaf, row, [] {{}}); }}")
+    names = [f"{k}{s}_{t}" for s, t in SHAPES for k in "ac"] + ["w1", "w2"]
+    lines.append('extern "C" int chunks(int length) { return mla_chunks(length); }')
     lines.append('extern "C" size_t far_row(int page, int position) { return mla_cache_row<576>(page, position); }\n')
     return host.build("\n".join(lines) + "\n", names, tmp_path_factory.mktemp("mla"))
 
@@ -110,6 +120,40 @@ def test_nan_row_reaches_later_rows_only(library, case):
     out = run(library, 1, 6, query, np.ascontiguousarray(values.astype(TYPES[1][1])), slot, position, table)
     assert (out[[0, 4]] == clean[[0, 4]]).all()
     assert np.isnan(out[1:3].view(ml_dtypes.bfloat16).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_new_cache_rows(library, size):
+    """Norms and rounding of the reference; a padding row and everything beside the new rows stay as they are."""
+    from k3cuda.reference.numerics import Numerics, rms_norm
+    rng, num = np.random.default_rng(5), Numerics("bf16", {1: "fp8_e4m3", 2: "bf16"}[size])
+    slot, position, table = (np.asarray(x, np.int32) for x in ([1, -1, 0], [65, 0, 3], [[2, 0], [1, 3]]))
+    query, latent = (rng.standard_normal((3, n)).astype(np.float32) * 40 for n in (QUERY, DIM))
+    latent[0, -1], latent[0, -2] = 1e4, 1e-3                    # saturates, and falls below the smallest e4m3
+    query[1] = latent[1] = np.nan
+    norms = [rng.standard_normal(n).astype(ml_dtypes.bfloat16) for n in (QUERY, LATENT)]
+    out, cache = np.full((3, QUERY), 0x5555, np.uint16), np.full((4, PAGE, DIM), 0x55, {1: np.uint8, 2: np.uint16}[size])
+    a = Write(Rows(slot.ctypes.data, position.ctypes.data, table.ctypes.data, 2, 3), query.ctypes.data, latent.ctypes.data, *(n.ctypes.data for n in norms),
+              out.ctypes.data, cache.ctypes.data, 1.0, 1e-6)
+    for row in range(3):
+        host.launch(library, f"w{size}", 1, 512, [a, ctypes.c_int(row)], seed=row)
+    want = rms_norm(query, norms[0].astype(np.float32), 1e-6, num)
+    got = out.view(ml_dtypes.bfloat16).astype(np.float32)
+    assert (got == want)[[0, 2]].mean() > 0.99 and np.abs(got - want)[[0, 2]].max() <= 2**-7 * np.abs(want[[0, 2]]).max()
+    assert (out[1] == 0x5555).all()
+    want = num.round_cache(np.concatenate([rms_norm(latent[:, :LATENT], norms[1].astype(np.float32), 1e-6, num), latent[:, LATENT:]], axis=1))
+    for row, (page, at) in ((0, (3, 1)), (2, (2, 3))):
+        got = cache[page, at].view(TYPES[size][1]).astype(np.float32)
+        assert (got == want[row]).mean() > 0.99 and np.abs(got - want[row]).max() < 0.13 * np.abs(want[row, :-1]).max(), row
+        cache[page, at] = 0x55
+    assert (cache == 0x55).all()
+
+
+def test_work_space_counts_chunks_as_the_kernel_does(library):
+    pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+    from k3cuda.runtime.cuda_memory import mla_chunks
+    edges = {n + d for n in (1, 256, 8192, 8448, 65536, 66048, 66560, 131072, 1 << 20) for d in (-1, 0, 1)}
+    assert {n: mla_chunks(n) for n in edges} == {n: library.chunks(n) for n in edges}
 
 
 def test_addresses_pass_two_to_the_31(library):

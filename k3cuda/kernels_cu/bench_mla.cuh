@@ -20,7 +20,5 @@
   }                                                                                                                                      \
   extern "C" __global__ void __launch_bounds__(512) NAME##_write(const __grid_constant__ MlaWrite a) {                                  \
     __shared__ float leaf[2][16];                                                                                                        \
-    grid_wait();                                                                                                                         \
-    grid_launch_next();                                                                                                                  \
-    mla_write<STORED, QUERY, QUERY % 256 ? 1 : 16, LATENT, LATENT % 256 ? 2 : 16, ROPE>(a, leaf, blockIdx.x);                            \
+    mla_write<STORED, QUERY, QUERY % 256 ? 1 : 16, LATENT, LATENT % 256 ? 2 : 16, ROPE>(a, leaf, blockIdx.x, [] { grid_wait(); grid_launch_next(); }); \
   }

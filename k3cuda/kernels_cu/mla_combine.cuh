@@ -84,45 +84,58 @@ struct MlaWrite {
   float cache_scale, eps;
 };
 
-// Sum of squares of kN values by the tree of row sums (16 chunks, 32 lanes a chunk); 16 warps, all call it.
-template <int kN, int kLeaves>
-K3_DEVICE float mla_squares(const float* x, float (&leaf)[16]) {
-  constexpr int kLeaf = kN / kLeaves;
-  if (warp_id() < kLeaves) {
-    float sum = 0;
-    for (int e = lane_id(); e < kLeaf; e += kWarpSize) {
-      float v = x[warp_id() * kLeaf + e];
-      sum = fmaf(v, v, sum);
-    }
-    sum = warp_sum(sum);
-    if (lane_id() == 0) leaf[warp_id()] = sum;
-  }
-  __syncthreads();
-  return tree_sum<kLeaves>(leaf, 1);
-}
-
 K3_DEVICE void mla_store(bf16* to, float v) { *to = float_to_bf16(v); }
-#ifndef K3_HOST_SHIM
 K3_DEVICE void mla_store(u8* to, float v) { *to = float_to_e4m3(v); }
-#endif
+
+// A thread's values of a row that is normed: its warp's leaf of the tree of row sums, 32 apart.
+template <int kN, int kLeaves>
+struct MlaLeaf {
+  static constexpr int kSize = kN / kLeaves, kValues = (kSize + kWarpSize - 1) / kWarpSize;
+  K3_DEVICE static int at(int i) { return warp_id() * kSize + lane_id() + i * kWarpSize; }
+  K3_DEVICE static bool has(int i) { return warp_id() < kLeaves && lane_id() + i * kWarpSize < kSize; }
+  K3_DEVICE static float squares(const float (&v)[kValues]) {
+    float sum = 0;
+    K3_UNROLL
+    for (int i = 0; i < kValues; ++i) sum = fmaf(v[i], v[i], sum);
+    return warp_sum(sum);
+  }
+};
 
 // Norms one row's low-rank query and latent and puts latent and shared key in the cache. Stored: bf16 or u8 (e4m3). 512 threads.
-template <class Stored, int kQuery, int kQueryLeaves, int kLatent, int kLatentLeaves, int kRope>
-K3_DEVICE void mla_write(const MlaWrite& a, float (&leaf)[2][16], int row) {
-  const int slot = a.rows.row_slot[row];
-  if (slot < 0) return;
+// `ready` returns when query and latent are written; the step's tables and the norms' weights are read before it, all else behind it at once.
+template <class Stored, int kQuery, int kQueryLeaves, int kLatent, int kLatentLeaves, int kRope, class Ready>
+K3_DEVICE void mla_write(const MlaWrite& a, float (&leaf)[2][16], int row, Ready ready) {
+  typedef MlaLeaf<kQuery, kQueryLeaves> Query;
+  typedef MlaLeaf<kLatent, kLatentLeaves> Latent;
   constexpr int kDim = kLatent + kRope;
-  const int tid = threadIdx.x, position = a.rows.row_position[row];
-  const float *query = a.query + size_t(row) * kQuery, *latent = a.latent + size_t(row) * kDim;
-  const float query_inverse = 1.0f / sqrtf(mla_squares<kQuery, kQueryLeaves>(query, leaf[0]) / float(kQuery) + a.eps);
-  const float latent_inverse = 1.0f / sqrtf(mla_squares<kLatent, kLatentLeaves>(latent, leaf[1]) / float(kLatent) + a.eps);
-  for (int e = tid; e < kQuery; e += blockDim.x)
-    a.query_out[size_t(row) * kQuery + e] = float_to_bf16(round_bf16(query[e] * query_inverse) * bf16_to_float(a.query_norm[e]));
-  const int page = a.rows.page_table[size_t(slot) * a.rows.slot_pages + position / kMlaPage];
+  static_assert(kRope <= 512, "a value of the shared key a thread");
+  const int tid = threadIdx.x, slot = a.rows.row_slot[row], position = a.rows.row_position[row];
+  const int page = slot < 0 ? 0 : a.rows.page_table[size_t(slot) * a.rows.slot_pages + position / kMlaPage];
+  float query[Query::kValues], query_norm[Query::kValues], latent[Latent::kValues], latent_norm[Latent::kValues], key = 0;
+  K3_UNROLL
+  for (int i = 0; i < Query::kValues; ++i) query_norm[i] = Query::has(i) ? bf16_to_float(a.query_norm[Query::at(i)]) : 0;
+  K3_UNROLL
+  for (int i = 0; i < Latent::kValues; ++i) latent_norm[i] = Latent::has(i) ? bf16_to_float(a.latent_norm[Latent::at(i)]) : 0;
+  ready();
+  if (slot < 0) return;
+  const float *from_query = a.query + size_t(row) * kQuery, *from_latent = a.latent + size_t(row) * kDim;
+  K3_UNROLL
+  for (int i = 0; i < Query::kValues; ++i) query[i] = Query::has(i) ? from_query[Query::at(i)] : 0;
+  K3_UNROLL
+  for (int i = 0; i < Latent::kValues; ++i) latent[i] = Latent::has(i) ? from_latent[Latent::at(i)] : 0;
+  if (tid < kRope) key = from_latent[kLatent + tid];
+  const float sum[2] = {Query::squares(query), Latent::squares(latent)};
+  if (lane_id() == 0) leaf[0][warp_id()] = sum[0], leaf[1][warp_id()] = sum[1];
+  __syncthreads();
+  const float query_inverse = 1.0f / sqrtf(tree_sum<kQueryLeaves>(leaf[0], 1) / float(kQuery) + a.eps);
+  const float latent_inverse = 1.0f / sqrtf(tree_sum<kLatentLeaves>(leaf[1], 1) / float(kLatent) + a.eps);
+  bf16* query_out = a.query_out + size_t(row) * kQuery;
   Stored* to = (Stored*)a.cache + mla_cache_row<kDim>(page, position);
-  for (int e = tid; e < kDim; e += blockDim.x) {
-    float v = latent[e];
-    if (e < kLatent) v = round_bf16(round_bf16(v * latent_inverse) * bf16_to_float(a.latent_norm[e]));
-    mla_store(to + e, v / a.cache_scale);
-  }
+  K3_UNROLL
+  for (int i = 0; i < Query::kValues; ++i)
+    if (Query::has(i)) query_out[Query::at(i)] = float_to_bf16(round_bf16(query[i] * query_inverse) * query_norm[i]);
+  K3_UNROLL
+  for (int i = 0; i < Latent::kValues; ++i)
+    if (Latent::has(i)) mla_store(to + Latent::at(i), round_bf16(round_bf16(latent[i] * latent_inverse) * latent_norm[i]) / a.cache_scale);
+  if (tid < kRope) mla_store(to + kLatent + tid, key / a.cache_scale);
 }

@@ -109,6 +109,17 @@ inline u32 e4m3_half(u32 b) {
   float v = e == 15 && m == 7 ? NAN : e ? std::ldexp(float(8 + m), e - 10) : std::ldexp(float(m), -9);
   return half_bits(b & 0x80 ? -v : v);
 }
+inline u8 float_to_e4m3(float v) {
+  const u8 sign = __float_as_uint(v) >> 24 & 0x80;
+  v = std::fabs(v);
+  if (v != v) return sign | 0x7f;
+  if (v >= 464.0f) return sign | 0x7e;                              // half way to what would follow 448
+  int e;
+  std::frexp(v, &e);
+  e = v == 0 || e < -5 ? -5 : e;                                    // of the last place: 2^(e - 4)
+  u32 m = u32(std::nearbyint(std::ldexp(v, 4 - e)));
+  return sign | (m < 8 ? m : std::min(u32(e + 6) * 8 + m - 8, 0x7eu));
+}
 inline void unpack_e4m3(u32 v, u32& low, u32& high) {
   low = e4m3_half(v & 0xff) | e4m3_half(v >> 8 & 0xff) << 16;
   high = e4m3_half(v >> 16 & 0xff) | e4m3_half(v >> 24) << 16;

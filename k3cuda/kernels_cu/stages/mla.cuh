@@ -37,11 +37,12 @@ struct mla_norm : StageDefaults {
   static constexpr int kBlocks = kRows, kThreads = 512;
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ float leaf[2][16];
-    grid_wait();
-    grid_launch_next();
     mla_write<kv_t, kQLoraRank, kQLatentNormLeaves, kKvLoraRank, kKvLatentNormLeaves, kQkRopeHeadDim>(
         {mla_rows(s, op), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
-        leaf, blockIdx.x);
+        leaf, blockIdx.x, [] {
+          grid_wait();
+          grid_launch_next();
+        });
   }
 };
 

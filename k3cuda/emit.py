@@ -135,8 +135,13 @@ def camel(name: str) -> str:
 
 
 def follows_collective(stage: Stage) -> bool:
-    """Whether a stage reads what a collective brought."""
-    return bool({m.target for s in STAGES for m in s.moves} & set(stage.inputs))
+    """Whether a stage is the first to read what some collective brought: later ones find it there."""
+    for at, collective in enumerate(STAGES):
+        readers = [s for s in STAGES if {m.target for m in collective.moves} & set(s.inputs)]
+        same_layer = [s for s in readers if STAGES.index(s) > at and s.where not in ("tap", "end")]
+        if stage in (same_layer[:1] or readers):   # else what the next layer, or the end behind the last one, begins with
+            return True
+    return False
 
 
 def _config(plan: Plan, rows: int, kv: str, sms: int, forced_experts: int) -> str:

@@ -16,13 +16,13 @@ from test_jit import NVDISASM  # noqa: E402
 from k3cuda import weights  # noqa: E402
 from k3cuda.buffers import buffer_shape, step_dims  # noqa: E402
 from k3cuda.config import DECODE_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
-from k3cuda.emit import Probes, build_files, kernels_of  # noqa: E402
+from k3cuda.emit import Probes, build_files  # noqa: E402
 from k3cuda.errors import BenchmarkError  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import cuda_bench_checks as checks  # noqa: E402
 from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, compile_bucket  # noqa: E402
 from k3cuda.runtime.step_bytes import StepBytes  # noqa: E402
-from k3cuda.stages import GATHER, SCATTER, STAGES  # noqa: E402
+from k3cuda.stages import GATHER, SCATTER  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +148,8 @@ def test_delay_is_in_kernels_behind_a_collective_and_in_no_other():
         text = subprocess.run([NVDISASM, "-c", f.name], check=True, capture_output=True, text=True).stdout
     parts = re.split(r"\.section\s+\.text\.k_(\w+),", text)[1:]
     clocks = {name for name, code in zip(parts[::2], parts[1::2]) if "SR_CLOCK" in code}
-    targets = {m.target for s in STAGES for m in s.moves}
-    used = {op.stage for op in plan.ops}
-    assert clocks == {kernels_of(s, plan)[0] for s in used if targets & set(s.inputs)} and len(clocks) > 5
+    # Behind each collective the first kernel that reads of it; ffn_out is read by the next layer or by the end.
+    assert clocks == {"embed_sum", "attn_mix", "kda_mix", "mla_norm", "ffn_mix", "dense_sum", "route", "routed_norm", "output_mix"}
 
 
 # ---- what stands beside a number ----

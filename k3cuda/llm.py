@@ -41,6 +41,8 @@ class LLM:
         max_batch: requests that run at once, 1 to 64; more are queued.
         kv_cache_dtype: "auto" (as the activations; "bf16" on a GPU), "f32" (reference only), "bf16" or "fp8_e4m3".
         activation_dtype: "f32", or "bf16" to round where the release does.
+        prefix_cache: beginnings of texts whose state is kept, so that prompts that share one don't run it again; each costs what a
+            sequence of `max_batch` costs, and together with them there are at most 64.
         seed: makes the seeds that are drawn for requests without one reproducible, in order of the requests.
 
     Attributes:
@@ -55,16 +57,16 @@ class LLM:
     """
 
     def __init__(self, model="demo", draft_model=None, tp=1, *, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
-                 activation_dtype="f32", seed=None):
+                 activation_dtype="f32", prefix_cache=0, seed=None):
         self._engine = None
         seed = SamplingParams(seed=seed).seed  # the same rules
         start = time.perf_counter()
         opened = open_model(model, draft_model, tp=tp, decode_backend=decode_backend, max_model_len=max_model_len, max_batch=max_batch,
-                            kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype)
+                            kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype, prefix_cache=prefix_cache)
         self.load_s = time.perf_counter() - start
         self.backend, self.generation_config, self._eos_ids = opened.backend, opened.generation_config, opened.eos_ids
         self._tokenizer, self._no_tokenizer = opened.tokenizer, opened.no_tokenizer
-        self._engine = Engine(opened.backend, seeds=None if seed is None else random.Random(seed))
+        self._engine = Engine(opened.backend, seeds=None if seed is None else random.Random(seed), prefix_cache=opened.prefix_cache)
         self._collectors: dict[str, Collector] = {}
         self._dropped: deque[Callable[[], None]] = deque()  # ends streams and sessions that were garbage collected while open
         self._ids, self._busy, self._announced = itertools.count(), threading.Lock(), False

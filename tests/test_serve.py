@@ -163,6 +163,19 @@ def test_metrics_count_what_happened(serving):
     assert steps == len(running.backend.row_counts)
 
 
+def test_shared_beginnings_are_told_in_usage_and_metrics(serving):
+    running, text = serving(prefix_cache=2, num_slots=4), TOKENIZER.encode("a beginning that many have, of more than a page and less than two " * 3)[:100]
+    body = {"model": "demo", "max_tokens": 3, "seed": 1, "extra_body": {"ignore_eos": True}}
+    first, second = (client(running).completions.create(prompt=text, **body) for _ in range(2))
+    assert first.choices[0].text == second.choices[0].text
+    assert [x.usage.prompt_tokens_details.cached_tokens for x in (first, second)] == [0, 64]
+    scored = running.post("/v1/completions", prompt=text, echo=True, logprobs=1, max_tokens=1).json()
+    assert len(scored["choices"][0]["logprobs"]["tokens"]) == first.usage.prompt_tokens + 1
+    lines = running.http.get("/metrics").text.splitlines()
+    assert f'vllm:prefix_cache_queries_total{{model_name="demo"}} {3 * first.usage.prompt_tokens}' in lines
+    assert 'vllm:prefix_cache_hits_total{model_name="demo"} 128' in lines
+
+
 def test_a_checkpoint_without_a_tokenizer_takes_ids(serving):
     running = serving(tokenizer=None)
     found = running.post("/v1/completions", prompt=[5, 6], max_tokens=2, logprobs=1, temperature=0).json()["choices"][0]

@@ -6,13 +6,14 @@ from . import options
 from .answers import loading
 from .output import say
 
-MAX_BATCH = 8
+MAX_BATCH, PREFIX_CACHE, MOST = 8, 8, 64   # defaults, and what the two may be together
 _FLAG = {"is_flag": True}
 # What people paste from a vLLM command. Where a flag takes a value it is not looked at.
 NOT_NEEDED = {
     ("--trust-remote-code",): ("no code of a checkpoint is ever run", _FLAG),
     ("--reasoning-parser",): ("reasoning is read from the token ids of the format, always", {}),
     ("--tool-call-parser",): ("tool calls are read from the token ids of the format, always", {}),
+    ("--enable-prefix-caching",): ("prefixes are kept, --prefix-cache says how many", _FLAG),
     ("--enable-auto-tool-choice",): ("tools of a request are always offered to the model", _FLAG),
     ("--enable-reasoning",): ("reasoning is always told apart", _FLAG),
     ("--tokenizer",): ("the tokenizer is the checkpoint's own", {}),
@@ -39,6 +40,9 @@ NOT_NEEDED = {
     options.flag("--served-model-name", multiple=True, metavar="NAME", help="What requests call the model; may be repeated.  [default: MODEL]"),
     options.flag("--reasoning-effort", type=click.Choice(["none", "low", "high", "max"], False), aliases=["--thinking-effort"],
                  help="Where a request says nothing.  [default: max; none for demo]"),
+    options.flag("--prefix-cache", type=click.IntRange(min=0), metavar="N",
+                 help="Beginnings of texts to keep; each costs what a sequence of --max-batch does; 0: none.  [default: 8]"),
+    options.flag("--no-enable-prefix-caching", is_flag=True, hidden=True),
     options.flag("--max-queue", type=click.IntRange(min=0), default=512, metavar="N", aliases=["--max-queued-requests"],
                  help="Requests that may wait; more get status 429.  [default: 512]"),
     options.flag("--max-body", type=click.IntRange(min=1), default=32 << 20, metavar="BYTES", help="Longest body.  [default: 33554432, 32 MiB]"),
@@ -46,7 +50,8 @@ NOT_NEEDED = {
                  help="For requests to end after SIGTERM or Ctrl-C.  [default: 30]"))
 @options.server_engine(MAX_BATCH)
 @options.flags(*(options.flag(*names, cls=options.NotNeeded, why=why, **attributes) for names, (why, attributes) in NOT_NEEDED.items()))
-def serve(model, host, port, api_key, served_model_name, reasoning_effort, max_queue, max_body, shutdown_grace, no_progress, **engine):
+def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefix_cache, no_enable_prefix_caching, max_queue, max_body,
+          shutdown_grace, no_progress, **engine):
     """Serve a model to OpenAI clients until a signal comes."""
     try:
         from ..serve import server
@@ -55,10 +60,14 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, max_q
     from ..serve.http import Limits
 
     effort = options.effort(reasoning_effort, False, model)
+    if no_enable_prefix_caching:
+        prefix_cache = 0
+    elif prefix_cache is None:
+        prefix_cache = max(0, min(PREFIX_CACHE, MOST - engine["max_batch"]))
     with server.bind(host, port) as listener:
         with loading(model, not no_progress):
-            service = server.open_service(model, engine, names=served_model_name or (model,), effort=effort, max_queue=max_queue,
-                                          limits=Limits(max_body=max_body), api_key=api_key)
+            service = server.open_service(model, engine | {"prefix_cache": prefix_cache}, names=served_model_name or (model,), effort=effort,
+                                          max_queue=max_queue, limits=Limits(max_body=max_body), api_key=api_key)
         address, port = listener.getsockname()[:2]
         address = f"[{address}]" if ":" in address else address
         listener.listen(server.BACKLOG)   # only now: who connects earlier would take a model that loads for one that hangs

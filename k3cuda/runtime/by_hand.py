@@ -59,7 +59,7 @@ class ByHand:
         return copy
 
     def close(self, held: Held) -> None:
-        self._scheduler.give_back(held.slot, held.pages)
+        self._scheduler.end_loan(held.slot, held.pages)
 
     def feed(self, held: Held, token_ids, every: bool):
         """Commits tokens, in as many steps as they need.
@@ -118,7 +118,7 @@ class ByHand:
                 self._commit(held, 1)
             return out
         finally:
-            self.close(held)
+            self._scheduler.give_back(held.slot, held.pages)
 
     def _take(self, shared=()) -> Held:
         taken = self._scheduler.lend(-(-self._context // PAGE_SIZE), shared)

@@ -15,6 +15,7 @@ from ..config import PAGE_SIZE
 from ..errors import K3Error, NumericalError, OutOfMemory, PromptTooLong, UsageError
 from .backend import Backend, Judged, Pending
 from .by_hand import ByHand
+from .prefix_cache import PrefixCache
 from .prompt_arrays import checked_ids
 from .request import Event, Request, joined, stats_of
 from .sampling import DRAWN_SEED_BITS, Draw, Drawn
@@ -56,14 +57,19 @@ class Engine:
         backend: runs the model. The engine closes it.
         clock: seconds, monotonic.
         seeds: gives `getrandbits`, for requests without a seed.
+        prefix_cache: slots of the backend, its last ones, that hold beginnings of texts instead of requests.
 
     Attributes:
+        prefixes: what they hold; None where there are none.
         by_hand: sequences that a caller feeds, between steps.
     """
 
-    def __init__(self, backend: Backend, *, clock: Callable[[], float] = time.perf_counter, seeds: random.Random | None = None):
+    def __init__(self, backend: Backend, *, clock: Callable[[], float] = time.perf_counter, seeds: random.Random | None = None,
+                 prefix_cache: int = 0):
         self.backend, self._clock, self._seeds = backend, clock, seeds or random.SystemRandom()
-        self.scheduler = Scheduler(backend.num_slots, backend.num_pages, backend.max_rows)
+        self.scheduler = Scheduler(backend.num_slots - prefix_cache, backend.num_pages, backend.max_rows)
+        stored_in = range(backend.num_slots - prefix_cache, backend.num_slots)
+        self.prefixes = PrefixCache(backend, self.scheduler, stored_in) if prefix_cache else None
         # Tokens of prompt and answer together.
         spare = backend.drafting.spare_positions if backend.drafting else 0
         self.context = min(backend.max_model_len, backend.num_pages * PAGE_SIZE - spare)
@@ -137,9 +143,16 @@ class Engine:
         self.backend.close()
 
     def _admit(self) -> None:
-        while (sequence := self.scheduler.admit()) is not None:
+        admit = self.prefixes.admit if self.prefixes is not None else self.scheduler.admit
+        while (sequence := admit()) is not None:
             sequence.admitted = self._clock()
-            self.backend.open_slot(sequence.slot, sequence.pages)
+            if self.prefixes is None:
+                self.backend.open_slot(sequence.slot, sequence.pages)
+
+    def _plan(self) -> list[Work]:
+        if self.prefixes is not None:
+            self.prefixes.keep(self.scheduler.running)
+        return self.scheduler.plan()
 
     def _step_ahead(self) -> None:
         """Launches the step behind the one that is on its way, and only then waits for that one's tokens."""
@@ -149,7 +162,7 @@ class Engine:
             self._take(before)
 
     def _launch(self) -> Launched | None:
-        work = self.scheduler.plan()
+        work = self._plan()
         if not work:
             return None
         launched = Launched(work, self.backend.launch(step_rows(work), self._draws(work)))
@@ -168,7 +181,7 @@ class Engine:
                 self._conclude(w.sequence, _take_over(w.sequence, drawn, now))
 
     def _step(self) -> None:
-        work = self.scheduler.plan()
+        work = self._plan()
         if not work:
             return
         if self._speculator:
@@ -221,6 +234,8 @@ class Engine:
 
     def _end_running(self, finish_reason: str, error: K3Error | None = None) -> None:
         self._ahead = None
+        if self.prefixes is not None:
+            self.prefixes.clear()
         for sequence in list(self.scheduler.running):
             self._end(sequence, finish_reason, error=error)
 

@@ -51,8 +51,8 @@ class Stats:
     """Counts and times of one request, in tokens and seconds; None where there was nothing to time.
 
     `ttft_s` runs from arrival to the first token, waiting included; `decode_s` from the first token to the last one; `tpot_ms` is
-    decode time a token after the first; `prefill_tok_per_s` counts from the time the request got its slot. `speculative` is None without
-    drafts.
+    decode time a token after the first; `prefill_tok_per_s` counts what was run from the time the request got its slot. `cached_tokens` of
+    the prompt were not: a stored prefix had them. `speculative` is None without drafts.
     """
 
     prompt_tokens: int
@@ -64,6 +64,7 @@ class Stats:
     tok_per_s: float | None
     prefill_tok_per_s: float | None
     speculative: Speculative | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,11 @@ def stats_of(s: Sequence) -> Stats:
     ttft = decode = tpot = rate = prefill = None
     if s.first is not None:
         ttft, decode = s.first - s.arrived, s.last - s.first
-        prefill = s.num_prompt / (s.first - s.admitted) if s.first > s.admitted else None
+        prefill = (s.num_prompt - s.reused) / (s.first - s.admitted) if s.first > s.admitted else None
         if decode > 0:
             tpot, rate = 1e3 * decode / (s.num_output - 1), (s.num_output - 1) / decode
     return Stats(s.num_prompt, s.num_output, getattr(s.request.text, "num_reasoning_tokens", 0), ttft, decode, tpot, rate, prefill,
-                 s.speculation and _speculative(s.speculation))
+                 s.speculation and _speculative(s.speculation), s.reused)
 
 
 def _speculative(c) -> Speculative:

@@ -1,7 +1,8 @@
 """Which sequences hold slots and pages, and whose rows make up the next step."""
 import heapq
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Callable
 
 import numpy as np
 
@@ -27,6 +28,9 @@ class Sequence:
         drafts, last_anchor: drafts it asks for in a step, as long as its last token stands at no later position than that.
         spare: positions behind its last one that the draft model's cache needs.
         speculation: what became of its drafts (speculate.Counts); None where it has none.
+        reused: tokens of the prompt that a stored prefix had (prefix_cache.py).
+        marks: lengths in the prompt where its state is to be stored, falling: no step goes across one.
+        kept, stored: length and state of the last one stored in its answer.
         arrived, admitted, first, last: times of the engine's clock, in seconds; `first` and `last` of output tokens.
     """
 
@@ -46,6 +50,10 @@ class Sequence:
     admitted: float | None = None
     first: float | None = None
     last: float | None = None
+    reused: int = 0
+    marks: list[int] = field(default_factory=list)
+    kept: int = 0
+    stored: object | None = field(default=None, repr=False)
     _prompt_set: np.ndarray | None = field(default=None, repr=False)
 
     @property
@@ -111,7 +119,9 @@ class Scheduler:
         self.num_slots = min(num_slots, max_rows)
         self.num_pages = num_pages
         self._free_slots, self._free_pages = list(range(self.num_slots)), list(range(num_pages))
-        self._holders = [0] * num_pages  # sequences that have the page
+        self._holders = [0] * num_pages  # sequences, and stored prefixes, that have the page
+        self.make_room: Callable[[], bool] = lambda: False   # gives up something that nobody waits for; False: there is nothing
+        self._lent: Counter[int] = Counter()   # loans of each page
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -122,37 +132,62 @@ class Scheduler:
 
     def take(self, num_pages: int, shared: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]] | None:
         """A slot and so many pages, lowest numbers first, behind those that are `shared` with another; None where there are not enough."""
-        if not self._free_slots or num_pages - len(shared) > len(self._free_pages):
-            return None
-        pages = (*shared, *(heapq.heappop(self._free_pages) for _ in range(num_pages - len(shared))))
-        for page in pages:
-            self._holders[page] += 1
-        return heapq.heappop(self._free_slots), pages
+        pages = self.hold(num_pages, shared) if self._free_slots else None
+        return None if pages is None else (heapq.heappop(self._free_slots), pages)
 
     def give_back(self, slot: int, pages) -> None:
         heapq.heappush(self._free_slots, slot)
+        self.drop(pages)
+
+    def hold(self, num_pages: int, shared: tuple[int, ...] = ()) -> tuple[int, ...] | None:
+        """`take` without a slot. Where pages are missing, `make_room` is asked for them."""
+        self._retain(shared)
+        while num_pages - len(shared) > len(self._free_pages):
+            if not self.make_room():
+                self.drop(shared)
+                return None
+        fresh = tuple(heapq.heappop(self._free_pages) for _ in range(num_pages - len(shared)))
+        self._retain(fresh)
+        return (*shared, *fresh)
+
+    def drop(self, pages) -> None:
+        """Gives back what `hold` gave."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 heapq.heappush(self._free_pages, page)
 
+    def _retain(self, pages) -> None:
+        for page in pages:
+            self._holders[page] += 1
+
     def lend(self, num_pages: int, shared: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]] | None:
         """`take` for one who may never give back: None also where a waiting sequence could then wait for ever."""
         taken = self.take(num_pages, shared)
-        if taken is not None and not all(map(self.can_wait, self.waiting)):
-            self.give_back(*taken)
+        if taken is None:
+            return None
+        self._lent.update(taken[1])
+        if not all(map(self.can_wait, self.waiting)):
+            self.end_loan(*taken)
             return None
         return taken
 
-    def can_wait(self, sequence: Sequence) -> bool:
-        """Whether it can be admitted once every running sequence has ended: what is lent never ends by itself."""
-        slots, pages = self.free
-        return (slots + len(self.running) > 0
-                and sequence.num_pages <= pages + sum(len(s.pages) for s in self.running))
+    def end_loan(self, slot: int, pages) -> None:
+        self._lent.subtract(pages)
+        for page in pages:
+            if not self._lent[page]:
+                del self._lent[page]
+        self.give_back(slot, pages)
 
-    def admit(self) -> Sequence | None:
-        """Gives the first waiting sequence its slot and pages. It is never overtaken, so that long requests are not starved."""
-        held = self.take(self.waiting[0].num_pages) if self.waiting else None
+    def can_wait(self, sequence: Sequence) -> bool:
+        """Whether it can be admitted once every running sequence has ended: what is lent never ends by itself. What is stored makes room."""
+        slots, _ = self.free
+        return slots + len(self.running) > 0 and sequence.num_pages <= self.num_pages - len(self._lent)
+
+    def admit(self, shared: tuple[int, ...] = ()) -> Sequence | None:
+        """Gives the first waiting sequence its slot and pages, the first of them `shared` with another. It is never overtaken, so that
+        long requests are not starved."""
+        held = self.take(self.waiting[0].num_pages, shared) if self.waiting else None
         if held is None:
             return None
         sequence = self.waiting.popleft()
@@ -173,7 +208,7 @@ class Scheduler:
         """Decoding sequences first, then chunks of prompts in order of arrival, at most `max_rows` rows in all."""
         room, work = self.max_rows, []
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):  # stable: arrival within each kind
-            count = min(sequence.num_pending, room)
+            count = min(sequence.num_pending, room, sequence.marks[-1] - sequence.committed if sequence.marks else room)
             if count:
                 drafts = min(sequence.num_drafts, room - count)
                 work.append(Work(sequence, count, int(count == sequence.num_pending), drafts))

@@ -95,7 +95,7 @@ class Call:
         stats = [c.output.stats for c in self._collectors if c.output.stats is not None]
         prompt, completion = sum(len(j.request.prompt_ids) for j in self.jobs), sum(s.completion_tokens for s in stats)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": 0},
+                "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in stats)},
                 "completion_tokens_details": {"reasoning_tokens": sum(s.reasoning_tokens for s in stats)}}
 
     def finish_reason(self, index: int) -> str | None:

@@ -73,7 +73,7 @@ class Metrics:
         def metric(name: str, kind: str, what: str, samples) -> None:
             lines.extend([f"# HELP {name} {what}", f"# TYPE {name} {kind}", *samples])
 
-        scheduler = self.engine.scheduler
+        scheduler, prefixes = self.engine.scheduler, self.engine.prefixes
         gauges = {
             "vllm:num_requests_running": ("requests that hold a slot", len(scheduler.running)),
             "vllm:num_requests_waiting": ("requests that wait for one", max(0, len(self._arrived) - len(scheduler.running))),
@@ -82,7 +82,9 @@ class Metrics:
         for name, (what, value) in gauges.items():
             metric(name, "gauge", what, [f"{name}{{{self._labels}}} {value}"])
         counters = {"vllm:prompt_tokens_total": ("tokens of prompts", self._counts["prompt_tokens"]),
-                    "vllm:generation_tokens_total": ("tokens generated", self._counts["generation_tokens"])}
+                    "vllm:generation_tokens_total": ("tokens generated", self._counts["generation_tokens"]),
+                    "vllm:prefix_cache_queries_total": ("prompt tokens that were looked for among stored prefixes", prefixes.queried if prefixes is not None else 0),
+                    "vllm:prefix_cache_hits_total": ("those found", prefixes.hit if prefixes is not None else 0)}
         for name, (what, value) in counters.items():
             metric(name, "counter", what, [f"{name}{{{self._labels}}} {value}"])
         metric("vllm:request_success_total", "counter", "requests that ended, by how",

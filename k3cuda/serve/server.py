@@ -40,7 +40,7 @@ def open_service(model, arguments: dict, *, names, effort: str, max_queue: int, 
 
     def open_engine() -> Engine:
         opened.append(open_model(model, **arguments))
-        return Engine(opened[0].backend)
+        return Engine(opened[0].backend, prefix_cache=opened[0].prefix_cache)
 
     metrics = Metrics(names[0])
     worker = Worker(open_engine, max_queue, metrics)

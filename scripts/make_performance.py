@@ -114,8 +114,8 @@ def table(head: list[str], rows: list[list]) -> str:
 
 def source(name: str, found: dict) -> str:
     versions = found["versions"]
-    return (f"\n\n`{name}.json`: commit {found['commit']}, {found['gpu']}, driver {found['driver']}, NVRTC {versions['nvrtc']}, clocks {found['clocks']}; "
-            f"`{found['command']}`")
+    return (f"\n\n`{name}.json`: commit {found['commit']}, {found['gpu']}, driver {found['driver']}, NVRTC {versions['nvrtc']}, clocks (SM, memory, "
+            f"highest SM) {found['clocks']}; `{found['command']}`" + (f". {found['note']}" if "note" in found else ""))
 
 
 def targets(data: dict, causes: dict) -> str:

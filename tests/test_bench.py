@@ -158,11 +158,20 @@ def test_delay_is_in_kernels_behind_a_collective_and_in_no_other():
 def test_commit_is_of_the_package_that_runs(monkeypatch, known, changed, wanted):
     from k3cuda.runtime import surroundings
 
+    monkeypatch.delenv("K3CUDA_COMMIT", raising=False)
     answers = {"rev-parse": "abc", "ls-files": "__init__.py" if known else None, "status": changed or None}
     monkeypatch.setattr(surroundings, "_said", lambda *command: answers[command[3]])
     assert surroundings._commit() == wanted
     monkeypatch.setattr(surroundings, "_said", lambda *command: None)
     assert surroundings._commit() is None
+    monkeypatch.setenv("K3CUDA_COMMIT", "def")
+    assert surroundings._commit() == "def"
+
+
+def test_command_is_written_down_without_where_its_result_went():
+    from k3cuda.runtime.surroundings import _without_output
+
+    assert _without_output(["bench", "--output", "a/b.json", "--rows", "1"]) == _without_output(["bench", "--output=c", "--rows", "1"]) == ["bench", "--rows", "1"]
 
 
 def test_surroundings_have_the_keys_that_programs_read():

@@ -1,4 +1,5 @@
 """What a number is worth nothing without: versions, commit, GPU, clocks and command of a benchmark's run."""
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -22,11 +23,22 @@ def surroundings(device, program: str = "k3cuda", more_packages=()) -> dict:
             "versions": {"k3cuda": __version__} | versions | {"nvrtc": nvrtc_version()}, "gpu": device.name, "arch": device.arch,
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "clocks": _said("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader"),
-            "command": " ".join([program, *sys.argv[1:]])}
+            "command": " ".join([program, *_without_output(sys.argv[1:])])}
+
+
+def _without_output(words: list[str]) -> list[str]:
+    """A command line but for where its result went."""
+    after = [False, *(word == "--output" for word in words)]
+    return [word for word, is_path in zip(words, after) if not (is_path or word.partition("=")[0] == "--output")]
 
 
 def _commit() -> str | None:
-    """Of the package that runs: with `-dirty` where its files differ from the commit's, with `-untracked` where git knows nothing of them."""
+    """Of the package that runs: with `-dirty` where its files differ from the commit's, with `-untracked` where git knows nothing of them.
+
+    A copy without its history is told by K3CUDA_COMMIT.
+    """
+    if told := os.environ.get("K3CUDA_COMMIT"):
+        return told
     git = ("git", "-C", str(Path(__file__).parents[1]))
     head = _said(*git, "rev-parse", "--short", "HEAD")
     if head is None:

@@ -13,7 +13,7 @@ from models import headdims  # noqa: E402
 
 from k3cuda.emit import NO_PROBES  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
-from k3cuda.runtime import cuda_backend, cuda_jit  # noqa: E402
+from k3cuda.runtime import cuda_backend, cuda_jit, cuda_kernels  # noqa: E402
 from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
 
@@ -27,15 +27,16 @@ def filled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels") / "made" / "cubin"
     args = ["compile", MODEL, "--tp", 1, "--rows", "1,2", "--arch", "sm_90a", "--output", folder, "--json"]
     done = k3(*args)
-    assert len(done.stderr.splitlines()) == 2 and b"2 of 2: sm_90a, 132 multiprocessors" in done.stderr
+    assert len(done.stderr.splitlines()) == 3 and b"3 of 3: sm_90a, " in done.stderr
+    assert b"sm_90a, 132 multiprocessors, 2 rows, bf16" in done.stderr and b"sm_90a, inputs and sampler" in done.stderr
     return folder, json.loads(done.stdout)
 
 
 def test_the_document(filled):
     folder, found = filled
-    assert found["folder"] == str(folder) and found["files"] == 2 and found["nvrtc"] == cuda_jit.nvrtc_version()
+    assert found["folder"] == str(folder) and found["files"] == 3 and found["nvrtc"] == cuda_jit.nvrtc_version()
     assert [(c["arch"], c["sms"], c["rows"], c["kv_cache_dtype"], c["was_there"]) for c in found["cubins"]] == [
-        ("sm_90a", 132, 1, "bf16", False), ("sm_90a", 132, 2, "bf16", False)]
+        ("sm_90a", 132, 1, "bf16", False), ("sm_90a", 132, 2, "bf16", False), ("sm_90a", None, None, None, False)]
     assert found["bytes"] == sum((folder / c["folder"] / "kernel.cubin").stat().st_size for c in found["cubins"])
     shown, = re.findall(r"```json compile\n(.*?)```", (ROOT / "docs/cli.md").read_text(encoding="utf-8"), re.S)
     shown = json.loads(shown)
@@ -54,13 +55,15 @@ def test_the_backend_finds_it_and_compiles_nothing(filled, monkeypatch, tmp_path
     for rows in (1, 2):
         compiled = be.kernels(rows).compiled
         assert compiled.from_cache and compiled.folder.parent == folder
+    around = cuda_kernels.compile_step_io(be.plan.cfg.vocab_size, be.device.arch)   # the call of StepIO
+    assert around.from_cache and around.folder.parent == folder
     assert not (tmp_path / "unused").exists()
 
 
 def test_again_it_finds_everything(filled):
     folder, _ = filled
     done = k3("compile", MODEL, "--tp", 1, "--rows", "2", "--arch", "sm_90a", "--output", folder)
-    assert b"was there" in done.stderr and re.match(rb"1 cubins, \d\.\d MB, ", done.stdout)
+    assert b"was there" in done.stderr and re.match(rb"2 cubins, \d\.\d MB, ", done.stdout)
 
 
 def test_another_number_of_multiprocessors_is_another_cubin(filled, monkeypatch):

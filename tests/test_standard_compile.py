@@ -22,7 +22,8 @@ from k3cuda.errors import CompileError  # noqa: E402
 from k3cuda.packing import FOLDED, MAX_PACKED, PACKED, PLAIN  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime.cuda_jit import KERNELS, compile_cuda  # noqa: E402
-from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
+from k3cuda.runtime.cuda_kernels import compile_bucket, compile_step_io, no_sampler  # noqa: E402
+from k3cuda.runtime.step_records import PENALTY, ROW, SampleArgs, StepLoad  # noqa: E402
 from k3cuda.stages import STAGES  # noqa: E402
 from k3cuda.weights import BY_NAME  # noqa: E402
 
@@ -102,6 +103,35 @@ def test_structures_are_laid_out_as_compiled():
         compile_cuda(unit(offset=4), ARCHS[0], headers=headers)
 
 
+def test_structures_around_a_step_are_laid_out_as_compiled():
+    def unit(offset=0):
+        lines = ['#include "step_io.cuh"']
+        for struct in (StepLoad, SampleArgs):
+            lines.append(f'static_assert(sizeof({struct.__name__}) == {ctypes.sizeof(struct)}, "size of {struct.__name__}");')
+            lines += [f'static_assert(__INTADDR__(&(({struct.__name__}*)0)->{field}) == {getattr(struct, field).offset + offset}, "{field}");'
+                      for field, _ in struct._fields_]
+        for dtype, name in ((ROW, "SampleRow"), (PENALTY, "SamplePenalty")):
+            lines.append(f'static_assert(sizeof({name}) == {dtype.itemsize}, "size of {name}");')
+            lines += [f'static_assert(__INTADDR__(&(({name}*)0)->{field}) == {dtype.fields[field][1] + offset}, "{name}.{field}");' for field in dtype.names]
+        return "\n".join(lines)
+
+    compile_cuda(unit(), ARCHS[0])
+    with pytest.raises(CompileError, match="inputs|logits"):
+        compile_cuda(unit(offset=4), ARCHS[0])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("vocab", [640, 163840])
+def test_the_sampler_compiles_and_spills_nothing(arch, vocab):
+    resources = compile_step_io(vocab, arch, strict=True).resources()
+    assert set(resources) == {"k_load", "k_sample"} and not any(r.spills or r.stack for r in resources.values())
+
+
+@pytest.mark.parametrize("vocab", [641, 163844])
+def test_a_vocabulary_without_a_sampler_is_told(vocab):
+    assert f"vocabulary of {vocab}" in no_sampler(vocab) and set(compile_step_io(vocab, ARCHS[0]).resources()) == {"k_load"}
+
+
 def test_every_field_of_the_structures_is_known_to_python():
     pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
     from k3cuda.runtime.cuda_memory import OpStruct, StepStruct
@@ -134,8 +164,12 @@ def test_packed_arrays_belong_to_stages():
 
 
 def test_numbers_typed_in_both_languages_agree():
-    pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+    from k3cuda.runtime.backend import AS_SAMPLED
     from k3cuda.runtime.repack import X_EXPONENT
+    from k3cuda.runtime.sampling import MAX_LOGPROBS
+    from k3cuda.runtime.step_records import NODE
 
     factor = f"{np.float32(2.0**X_EXPONENT).view(np.uint32) >> 16:x}"   # BF16: the upper half of the F32
+    types = (KERNELS / "sample_types.cuh").read_text()
+    assert f"kSampleNode = {NODE}, kSampleTop = {MAX_LOGPROBS};" in types and f"kAsSampled = {AS_SAMPLED};" in (KERNELS / "step_io.cuh").read_text()
     assert f"kTokenFactor = 0x{factor}{factor}u" in (KERNELS / "mxfp4.cuh").read_text()

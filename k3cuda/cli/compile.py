@@ -8,7 +8,7 @@ import click
 from ..buffers import KV_BYTES
 from ..errors import DeviceError, UsageError
 from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
-from ..runtime.cuda_kernels import GPU_SMS, ROW_BUCKETS, bucket_of, compile_bucket, side_by_side
+from ..runtime.cuda_kernels import GPU_SMS, ROW_BUCKETS, bucket_of, compile_bucket, compile_step_io, side_by_side
 from . import options
 from .bench import Counts
 from .output import Result, say
@@ -52,13 +52,18 @@ def compile(model, output, arch, tp, rows, kv_cache_dtype, sms, json):   # noqa:
     nvrtc = nvrtc_version()
     units = [{"arch": a, "sms": n, "rows": bucket, "kv_cache_dtype": kv}
              for a in arch for n in sms or GPU_SMS[a] for kv in kv_cache_dtype for bucket in sorted({bucket_of(r) for r in rows})]
+    # Inputs and sampler, which are the same for all of an architecture.
+    units += [{"arch": a, "sms": None, "rows": None, "kv_cache_dtype": None} for a in arch]
     start, done = time.perf_counter(), []
 
     def one(unit):
-        compiled = compile_bucket(plan, unit["rows"], unit["kv_cache_dtype"], unit["arch"], sms=unit["sms"], strict=True, into=output)
+        if unit["rows"] is None:
+            what, compiled = "inputs and sampler", compile_step_io(plan.cfg.vocab_size, unit["arch"], strict=True, into=output)
+        else:
+            what = f"{unit['sms']} multiprocessors, {unit['rows']} rows, {unit['kv_cache_dtype']}"
+            compiled = compile_bucket(plan, unit["rows"], unit["kv_cache_dtype"], unit["arch"], sms=unit["sms"], strict=True, into=output)
         done.append(unit | {"bytes": len(compiled.cubin), "folder": compiled.folder.name, "was_there": compiled.from_cache})
-        say(f"{len(done)} of {len(units)}: {unit['arch']}, {unit['sms']} multiprocessors, {unit['rows']} rows, {unit['kv_cache_dtype']}"
-            + (" was there" if compiled.from_cache else ""))
+        say(f"{len(done)} of {len(units)}: {unit['arch']}, {what}" + (" was there" if compiled.from_cache else ""))
 
     side_by_side([lambda unit=unit: one(unit) for unit in units])
     summary = {"folder": str(output), "model": model, "tp": tp, "nvrtc": nvrtc, "files": len(done), "bytes": sum(d["bytes"] for d in done),

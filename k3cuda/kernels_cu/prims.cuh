@@ -27,6 +27,17 @@ inline u32 funnel_left(u32 lo, u32 hi, u32 s) { s &= 31; return s ? hi << s | lo
 K3_DEVICE u32 funnel_left(u32 lo, u32 hi, u32 s) { return __funnelshift_l(lo, hi, s); }
 #endif
 
+// Nanoseconds of a clock that all multiprocessors share.
+K3_DEVICE u64 device_ns() {
+#ifdef K3_HOST_SHIM
+  return 1;
+#else
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t) :: "memory");
+  return t;
+#endif
+}
+
 K3_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
 K3_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
 K3_DEVICE float bf16_to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
@@ -140,7 +151,6 @@ K3_DEVICE void hop_delay() {}
 // kernels call grid_launch_next (docs/kernels.md, "What may be read before grid_wait"). Nothing is written before it.
 #ifdef K3_TRACE
 __shared__ u64 trace_waited;   // nanoseconds at which this block's wait ended
-K3_DEVICE u64 trace_now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
 #endif
 K3_DEVICE void grid_wait() {
 #ifndef K3_HOST_SHIM
@@ -148,7 +158,7 @@ K3_DEVICE void grid_wait() {
   hop_delay();
 #endif
 #ifdef K3_TRACE
-  if (threadIdx.x == 0) trace_waited = trace_now();
+  if (threadIdx.x == 0) trace_waited = device_ns();
 #endif
 }
 // Lets blocks of the next kernel start as soon as they fit beside ours.

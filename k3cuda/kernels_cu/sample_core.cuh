@@ -1,5 +1,5 @@
-// The sampler of reference/sample.py on a GPU: one row of logits, one token, by a cluster of kCluster blocks that hold the row in
-// registers. Every sum runs over the reference's binary tree by token id, so a token differs only where exp rounds differently.
+// The parts of the sampler of reference/sample.py on a GPU, for one row of logits, by a cluster of kCluster blocks that hold it in
+// registers; sample_row.cuh puts them together. Every sum runs over the reference's binary tree by token id, so a token differs only where exp rounds differently.
 //
 // A warp owns 1,024 neighbouring ids, a subtree: lane l, in groups j of 128 ids, the four from 128 j + 4 l. What warps tell one another is
 // a few numbers a subtree, written into every block of the cluster, which then add or compare all of them alike: no block decides alone.
@@ -118,27 +118,35 @@ struct SampleBlock {
     }
   }
 
-  K3_DEVICE void penalise(const float* logits, const SampleRow& r, const SamplePenalty* p) {
+  // Scores of this warp's ids among `r`'s entries, and of `last`, the token before the one to be drawn, if they lack it (-1: no such token).
+  K3_DEVICE void penalise(const float* logits, const SampleRow& r, const SamplePenalty* p, int last) {
     int low = 0, high = r.penalty_count;
     while (low < high) {
       int middle = (low + high) / 2;
       if (p[middle].id < node * kSampleNode) low = middle + 1;
       else high = middle;
     }
+    if (last >= 0 && last / kSampleNode != node) last = -1;
     for (; low < r.penalty_count && p[low].id < (node + 1) * kSampleNode; ++low) {
-      float v = logits[p[low].id];
-      if (r.repetition != 1.0f) v = v > 0 ? v / r.repetition : v * r.repetition;
-      if (p[low].count) {
-        v -= r.frequency * float(p[low].count);
-        v -= r.presence;
-      }
-      v = fminf(fmaxf(v, -kLargestFloat), kLargestFloat);
-      const int at = p[low].id % kSampleNode;
-      if (at % 128 / 4 == lane)
-        each([&](float& s, int j, int c) {
-          if (j == at / 128 && c == at % 4) s = v;
-        });
+      const bool again = p[low].id == last;
+      penalise_one(logits, r, p[low].id, p[low].count + again);
+      if (again) last = -1;
     }
+    if (last >= 0) penalise_one(logits, r, last, 1);
+  }
+  K3_DEVICE void penalise_one(const float* logits, const SampleRow& r, int token, int count) {
+    float v = logits[token];
+    if (r.repetition != 1.0f) v = v > 0 ? v / r.repetition : v * r.repetition;
+    if (count) {
+      v -= r.frequency * float(count);
+      v -= r.presence;
+    }
+    v = fminf(fmaxf(v, -kLargestFloat), kLargestFloat);
+    const int at = token % kSampleNode;
+    if (at % 128 / 4 == lane)
+      each([&](float& s, int j, int c) {
+        if (j == at / 128 && c == at % 4) s = v;
+      });
   }
 
   // Lowest id whose score is `top`.
@@ -298,47 +306,3 @@ struct SampleBlock {
     }
   }
 };
-
-// All blocks of the cluster of row `row`, S::kThreads threads. kFull false: greedy rows without log-probabilities only.
-template <class S, bool kFull>
-K3_DEVICE void sample_row(const SampleArgs& a, SampleSmem<S>& m, int row) {
-  const SampleRow& r = a.rows[row];
-  if (!r.active) return;
-  cluster_arrive();
-  SampleBlock<S> b(m);
-  const float* logits = a.logits + size_t(row) * S::kVocab;
-  b.load(logits);
-  cluster_wait();                     // every block's shared memory stands
-  float top = b.largest();
-  if (!(top <= kLargestFloat)) {
-    if (b.rank == 0 && threadIdx.x == 0) a.token[row] = -1;
-    return;
-  }
-  if (kFull && r.logprobs >= 0) {
-    b.tell(b.subtree([=](float v) { return expf(v - top); }));
-    const float log_sum = logf(b.sum(0));
-    if (threadIdx.x == 0) m.raw_top = top, m.log_sum = log_sum;   // for the end, when only one thread needs them
-    if (r.logprobs > 0) {
-      b.most_likely(a, row, r.logprobs, top, log_sum);
-      b.load(logits);
-    }
-  }
-  if (r.penalty_count) {
-    b.penalise(logits, r, a.penalties + r.penalty_begin);
-    top = b.largest();
-  }
-  int token;
-  if (!kFull || r.greedy) {
-    token = b.first_of(top);
-    if (b.rank != 0 || threadIdx.x != 0) return;
-  } else {
-    const float t = r.temperature, inverse = 1.0f / t;
-    b.each([=](float& s, int, int) { s = divide(s - top, t, inverse); });
-    b.filter(r);
-    const u32 word = philox(r.position, r.stream, 0, 0, r.seed_low, r.seed_high);
-    token = b.pick(float(word >> 8) * 0x1p-24f);
-    if (token < 0 || b.lane != 0) return;
-  }
-  a.token[row] = token;
-  if (kFull && r.logprobs >= 0) a.logprob[row] = fmaxf(logits[token] - m.raw_top - m.log_sum, -kLargestFloat);
-}

@@ -15,6 +15,8 @@ struct SampleRow {
   int logprobs;                     // most likely tokens to report, -1 for no log-probabilities at all
   int penalty_begin, penalty_count; // entries of this row
   float repetition, frequency, presence;
+  int slot;                         // its entry of slot_tokens is set to the token drawn; -1: none is
+  int after_sampled;                // the penalties also count the token that is that entry before
 };
 
 struct SamplePenalty {              // by rising id, each id once
@@ -26,6 +28,8 @@ struct SampleArgs {
   const float* logits;              // [rows][vocab]
   const SampleRow* rows;
   const SamplePenalty* penalties;
+  int* slot_tokens;                 // [slots], the token last drawn for each
+  u64* ended;                       // [rows], when the row was done: nanoseconds of the device's clock
   int* token;                       // [rows]; -1 where a logit is not finite
   float* logprob;                   // [rows]; written where asked for
   int* top_ids;                     // [rows][kSampleTop]

@@ -9,6 +9,7 @@ from ..emit import H200_SMS, NO_PROBES, Probes, build_files, kernels_of
 from ..plan import Plan
 from .cuda_driver import Launch, Module
 from .cuda_jit import Compiled, compile_cuda
+from .step_records import CLUSTER, MAX_VOCAB, VOCAB_STEP, sampler_warps
 
 # Multiprocessors of the GPUs of an architecture: a cubin is for one number, since kernels spread over all of them. H200 132, as its driver
 # says; others as published: H100 SXM 132, B200 148, GB200 152, GB300 152, B300 148. Any other GPU compiles for itself at its first step.
@@ -32,6 +33,21 @@ def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms
 def compile_buckets(plan: Plan, buckets, kv_cache_dtype: str, arch: str, **options) -> list[Compiled]:
     """Several buckets side by side."""
     return side_by_side([partial(compile_bucket, plan, rows, kv_cache_dtype, arch, **options) for rows in buckets])
+
+
+def compile_step_io(vocab_size: int, arch: str, **options) -> Compiled:
+    """The cubin of k_load, and of k_sample where there is one for the vocabulary. Needs no GPU. Options of compile_cuda."""
+    source = '#include "step_io.cuh"\n'
+    if not no_sampler(vocab_size):
+        source += f"K3_SAMPLE({vocab_size}, {CLUSTER}, {sampler_warps(vocab_size)})\n"
+    return compile_cuda(source, arch, name="the sampler", **options)
+
+
+def no_sampler(vocab_size: int) -> str | None:
+    """Why no kernel draws from this vocabulary, or None."""
+    if vocab_size > MAX_VOCAB or vocab_size % VOCAB_STEP:
+        return f"sampled on the host: a vocabulary of {vocab_size}, the kernel takes multiples of {VOCAB_STEP} up to {MAX_VOCAB}"
+    return None
 
 
 def side_by_side(jobs) -> list:

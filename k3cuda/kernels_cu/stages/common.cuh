@@ -13,12 +13,12 @@ struct StageDefaults {
 // Of every launch, over its blocks: first begin, last begin, last end of the wait, first end, last end. Nanoseconds.
 template <class Stage>
 K3_DEVICE void traced(const Step& s, const OpArgs& op) {
-  u64 begin = trace_now();
+  u64 begin = device_ns();
   if (threadIdx.x == 0) trace_waited = 0;   // a block with nothing to do does not wait
   Stage::run(s, op);
   __syncthreads();
   if (threadIdx.x) return;
-  u64 end = trace_now(), *to = s.trace + op.launch * 8;
+  u64 end = device_ns(), *to = s.trace + op.launch * 8;
   atomicMin(to, begin);
   atomicMax(to + 1, begin);
   atomicMax(to + 2, trace_waited);

@@ -1,22 +1,27 @@
 """The standard decode backend: a kernel a stage, a step one CUDA graph, on one GPU."""
+from collections import Counter
+from typing import Sequence
+
 import cupy
 import ml_dtypes
 import numpy as np
 
 from ..buffers import KV_BYTES
 from ..config import MAX_ROWS, PAGE_SIZE, K3Config
-from ..emit import NO_PROBES, Probes, arena_offsets, launches_of
-from ..errors import ConfigError, OutOfMemory, UsageError
+from ..emit import NO_PROBES, Probes, launches_of
+from ..errors import ConfigError, PlanError, UsageError
 from ..plan import Op, Plan, build_plan
 from ..reference.sample import sample_row
 from . import cuda_weights
 from .backend import StepCounts, StepRows, check_buffer, check_room
 from .cuda_driver import Launch, open_device
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
-from .cuda_memory import RankMemory, session_bytes
+from .cuda_memory import PageTables, RankMemory, fitting_length
+from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
 from .machine import STANDARD
-from .row_check import PADDING, RowCheck
+from .row_check import RowCheck
+from .sampling import Draw, Drawn
 
 KDA_HEAD_DIM = 128  # a warp holds a leaf of four keys a lane (kda_state.cuh)
 _KV_DTYPES = {"auto": "bf16"} | {name: name for name in KV_BYTES}
@@ -39,7 +44,7 @@ class CudaBackend:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
 
-    name, overlaps, drafting = STANDARD, False, None
+    name, overlaps, drafting = STANDARD, True, None
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, probes: Probes = NO_PROBES, weights=None):
@@ -59,22 +64,43 @@ class CudaBackend:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._raw_stream = self.stream.__cuda_stream__()[1]
         owned = list(range(tp)) if only_rank is None else [only_rank]
-        held = [(weights or _upload)(self.plan, source, tp, r) for r in owned]
-        self.max_model_len = self._fitting_length(max_model_len, len(owned), memory_utilization)
-        slot_pages = -(-self.max_model_len // PAGE_SIZE)
-        self.num_pages = slot_pages * max_batch
-        self.memories = [RankMemory(self.plan, max_batch, self.num_pages, slot_pages, self.kv_cache_dtype) for _ in owned]
-        for memory, arrays in zip(self.memories, held):
-            memory.weights = arrays
-        self._steps = [m.step_struct(r, self.memories, only_rank is not None) for m, r in zip(self.memories, owned)]
-        self.trace = TraceMemory(self._steps, self.plan) if probes.trace else None
-        self._page_tables = np.full((max_batch, slot_pages), -1, np.int32)
-        self._staging = self._pinned_inputs()
-        self._graphs: dict[tuple[str, int], object] = {}
+        self._owned, self._utilization = owned, memory_utilization
+        self._weights = [(weights or _upload)(self.plan, source, tp, r) for r in owned]
+        self._graphs: dict[tuple, object] = {}
         self._kernels: dict[int, BucketKernels] = {}
         self._is_lent = False   # whether a caller has buffers
-        self._check = RowCheck(max_batch, self.max_model_len, self.max_rows)
         self.counts = StepCounts()
+        self.memories, self._io = [], None
+        self.bind_cache(max_model_len)
+
+    def bind_cache(self, max_model_len: int | None) -> None:
+        """Gives every slot room for `max_model_len` tokens; None: for what fits. Sequences and buffers are lost, weights and kernels stay.
+
+        Raises OutOfMemory and ConfigError, as the constructor does.
+        """
+        check_room(self.cfg, self.num_slots, max_model_len)
+        self._unbind()
+        self.max_model_len = fitting_length(self.plan, self.num_slots, self.kv_cache_dtype, max_model_len, len(self._owned), self._utilization)
+        slot_pages = -(-self.max_model_len // PAGE_SIZE)
+        self.num_pages = slot_pages * self.num_slots
+        self.memories = [RankMemory(self.plan, self.num_slots, self.num_pages, slot_pages, self.kv_cache_dtype) for _ in self._owned]
+        for memory, arrays in zip(self.memories, self._weights):
+            memory.weights = arrays
+        self._steps = [m.step_struct(r, self.memories, self.ranks == "loopback") for m, r in zip(self.memories, self._owned)]
+        self.trace = TraceMemory(self._steps, self.plan) if self.probes.trace else None
+        self._page_tables = PageTables(self.memories)
+        self._io = StepIO(self.memories, self.device.arch, self.stream)
+        self._check = RowCheck(self.num_slots, self.max_model_len, self.max_rows)
+        cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
+
+    def _unbind(self) -> None:
+        """Drops all that holds addresses of the cache, and then its memory."""
+        self.stream.synchronize()
+        self._graphs.clear()
+        if self._io is not None:
+            self._io.close()
+        self._io, self._page_tables, self.memories, self._steps = None, None, [], []
+        cupy.get_default_memory_pool().free_all_blocks()
 
     # ---- runtime/backend.py ----
 
@@ -83,30 +109,25 @@ class CudaBackend:
         return self.memories[0].dims["head_rows"]
 
     def open_slot(self, slot: int, pages) -> None:
-        self._page_tables[slot] = -1
-        self._page_tables[slot, :len(pages)] = pages
         self._after_caller()
         for memory in self.memories:
             memory.clear_slot(slot, self.stream)
-        self._send_page_tables()
+        self._page_tables.set(slot, pages, self.stream)
         self._check.open(slot)
 
     def copy_slot(self, source: int, target: int, pages) -> None:
         used = -(-self._check.copy(source, target) // PAGE_SIZE)
-        copied = [(old, new) for old, new in zip(self._page_tables[source, :used].tolist(), pages) if old != new]
-        self._page_tables[target] = -1
-        self._page_tables[target, :len(pages)] = pages
+        copied = [(old, new) for old, new in zip(self._page_tables.pages(source, used), pages) if old != new]
         self._after_caller()
         for memory in self.memories:
             memory.copy_slot(source, target, copied, self.stream)
-        self._send_page_tables()
+        self._page_tables.set(target, pages, self.stream)
 
     def step(self, rows: StepRows) -> None:
         self._check.step(rows)
         self._after_caller()
-        bucket = bucket_of(len(rows))
-        self._write(token_ids=rows.token_ids, row_slot=rows.slots, row_position=rows.positions, logit_rows=rows.logit_rows)
-        self._replay("step", bucket)
+        self._write(**inputs_of(rows))
+        self._replay("step", bucket_of(len(rows)))
         self.counts.steps[self.name] += 1
 
     def logits(self) -> np.ndarray:
@@ -137,20 +158,52 @@ class CudaBackend:
         array = self.memories[rank].buffer(name)
         return array.view(ml_dtypes.bfloat16) if entry.dtype == "bf16" or (entry.dtype == "kv" and self.kv_cache_dtype == "bf16") else array
 
-    def sample(self, draws):
-        return [sample_row(row, draw) for row, draw in zip(self.logits(), draws, strict=True)]
+    def sample(self, draws: Sequence[Draw]) -> list[Drawn]:
+        slots, half = self._check.draws(len(draws)), self._io.next_half()
+        refused = self._io.fill_draws(half, draws, slots)
+        self._io.sample(half, bucket_of(max(len(draws), 1)))
+        return self._pending(half, draws, slots, refused).drawn()
 
     def commit(self, accepted: np.ndarray) -> None:
         self._check.commit(accepted)
-        self._write(row_accepted=accepted)
+        if not accepted.all():   # `step` takes all of them for accepted
+            self._write(row_accepted=accepted)
         self._replay("commit", bucket_of(len(accepted)))
 
+    def launch(self, rows: StepRows, draws: Sequence[Draw]) -> CudaPending:
+        self._check.step(rows)
+        self._after_caller()
+        slots = self._check.draws(len(draws))
+        if -1 in slots:
+            raise PlanError("a launch draws two tokens for one slot")
+        half = self._io.next_half()
+        self._io.set(**inputs_of(rows))
+        self._io.fill(half)
+        refused = self._io.fill_draws(half, draws, slots)
+        self._replay("launch", bucket_of(len(rows)), half)
+        self._check.commit(np.ones(len(rows), bool))
+        self.counts.steps[self.name] += 1
+        return self._pending(half, draws, slots, refused)
+
+    def _pending(self, half: Half, draws: Sequence[Draw], slots: list[int], refused: dict[int, str]) -> CudaPending:
+        """Tokens under way in `half`; rows that no kernel draws for are drawn here, now."""
+        self._io.done(half)
+        on_host, logits = {}, self.logits() if refused else None
+        for row, draw in ((i, draws[i]) for i in refused):
+            if draw.after_sampled:
+                draw = draw.following(self._io.slot_token(slots[row]))
+            on_host[row] = sample_row(logits[row], draw)
+            if slots[row] >= 0:
+                self._io.slot_token(slots[row], -1 if on_host[row].token_id is None else on_host[row].token_id)
+        self.counts.reasons += Counter(refused.values())
+        return CudaPending(half, draws, self.cfg.vocab_size, on_host)
+
     def close(self) -> None:
-        self._graphs.clear()
+        self._unbind()
         for kernels in self._kernels.values():
             kernels.close()
         self._kernels.clear()
-        self.memories, self._steps = [], []
+        self._weights = []
         cupy.get_default_memory_pool().free_all_blocks()
 
     def _after_caller(self) -> None:
@@ -158,29 +211,9 @@ class CudaBackend:
         if self._is_lent:
             self.stream.wait_event(cupy.cuda.get_current_stream().record())
 
-    # ---- inputs ----
-
-    def _send_page_tables(self) -> None:
-        for memory in self.memories:
-            memory.buffer("page_table").data.copy_from_host_async(self._page_tables.ctypes.data, self._page_tables.nbytes, self.stream)
-        self.stream.synchronize()   # the host array may change again
-
-    def _pinned_inputs(self) -> np.ndarray:
-        """Host copy of the input buffers, which are neighbours at the start of the arena, in memory the GPU reads directly."""
-        offsets = self.memories[0].offsets
-        self._input_bytes = offsets["row_accepted"] + MAX_ROWS
-        pinned = cupy.cuda.alloc_pinned_memory(self._input_bytes)
-        return np.frombuffer(pinned, np.uint8, self._input_bytes)
-
     def _write(self, **values) -> None:
-        self.stream.synchronize()   # the copy before this one has left the staging memory
-        for name, array in values.items():
-            start, target = self.memories[0].offsets[name], self.memories[0].buffer(name)
-            view = self._staging[start:start + target.nbytes].view(target.dtype)
-            view[:] = PADDING[name]
-            view[:len(array)] = array
-        for memory in self.memories:
-            memory.arena.data.copy_from_host_async(self._staging.ctypes.data, self._input_bytes, self.stream)
+        """Sets input buffers by name; those that stand behind the first of them are loaded too, as they were set last."""
+        self._io.write(**values)
 
     # ---- kernels and graphs ----
 
@@ -191,10 +224,10 @@ class CudaBackend:
             self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
         return self._kernels[bucket]
 
-    def launches(self, what: str, bucket: int, overlap: bool = True) -> list[tuple[Op, list[Launch]]]:
+    def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False) -> list[tuple[Op, list[Launch]]]:
         """(operation, its launches) of a step or a commit in order, rank after rank for each kernel; each may begin under the one before it.
 
-        The launch of a commit is for every layer.
+        The launch of a commit is for every layer. `follows`: another launch stands before the first of them.
         """
         kernels, out, count = self.kernels(bucket), [], 0
         for op in self.plan.ops if what == "step" else self.plan.commit[:1]:
@@ -203,41 +236,42 @@ class CudaBackend:
                 for memory, step in zip(self.memories, self._steps if name in kernels.shapes else ()):
                     args = memory.op_struct(op, first_row)
                     args.launch = count
-                    group.append(kernels.launch(name, step, args, self._raw_stream, dependent=overlap and count > 0))
+                    group.append(kernels.launch(name, step, args, self._raw_stream, dependent=overlap and (follows or count > 0)))
                     count += 1
             if group:
                 out.append((op, group))
         return out
 
-    def _replay(self, what: str, bucket: int) -> None:
-        if (what, bucket) not in self._graphs:
-            launches = self.launches(what, bucket)
-            self.stream.synchronize()
+    def _whole(self, bucket: int, half: Half) -> list[tuple[Op | None, list[Launch]]]:
+        """Load, step, commit and draw; what stands around a step is no operation."""
+        draw = [] if self._io.no_sampler else [self._io.sample_launch(half, min(bucket, self._io.head_rows), dependent=True)]
+        return [(None, [self._io.load_launch(half)]), *self.launches("step", bucket, follows=True), *self.launches("commit", bucket, follows=True), (None, draw)]
+
+    def _graph(self, what: str, bucket: int, half: Half | None = None):
+        """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use."""
+        key = (what, bucket) if half is None else (what, bucket, half.index)
+        if key not in self._graphs:
+            launches = self.launches(what, bucket) if half is None else self._whole(bucket, half)
             with self.stream:
                 self.stream.begin_capture()
                 for _, group in launches:
                     for launch in group:
                         launch.launch()
                 graph = self.stream.end_capture()
-            self._graphs[what, bucket] = (graph, launches)
-        graph, launches = self._graphs[what, bucket]
+            self._graphs[key] = graph, launches
+        return self._graphs[key]
+
+    def _replay(self, what: str, bucket: int, half: Half | None = None) -> None:
+        graph, launches = self._graph(what, bucket, half)
         if self.trace and what == "step":
             self.trace.names = [(launch.kernel, op.layer) for op, group in launches for launch in group]
         graph.launch(self.stream)
 
-    def _fitting_length(self, asked: int | None, ranks: int, utilization: float) -> int:
-        free, total = cupy.cuda.runtime.memGetInfo()
-        room = free - int(total * (1 - utilization))
-        fixed = session_bytes(self.plan, self.num_slots, 0, 0, self.kv_cache_dtype)
-        page = session_bytes(self.plan, self.num_slots, 1, 0, self.kv_cache_dtype)["mla_cache"]
-        room = room // ranks - sum(fixed.values()) - arena_offsets(self.plan)[1]
-        pages = room // max(page + 4, 1) // self.num_slots
-        fits = min(self.cfg.max_position_embeddings, pages * PAGE_SIZE)
-        asked_or_fits = fits if asked is None else asked
-        if fits < 1 or asked_or_fits > fits:
-            raise OutOfMemory(f"{self.num_slots} x {asked_or_fits} tokens of cache do not fit the {room / 1e9:.1f} GB that weights and states leave",
-                              f"use a max_model_len of at most {max(fits, 0)}, or a smaller max_batch")
-        return asked_or_fits
+
+def inputs_of(rows: StepRows) -> dict[str, np.ndarray]:
+    """Input buffers of a step that takes all its rows for accepted."""
+    return {"token_ids": rows.token_ids, "row_slot": rows.slots, "row_position": rows.positions, "logit_rows": rows.logit_rows,
+            "row_accepted": np.ones(len(rows), np.uint8)}
 
 
 def _upload(plan: Plan, source, tp: int, rank: int) -> dict:

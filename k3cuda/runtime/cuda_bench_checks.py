@@ -78,7 +78,7 @@ def check_step(bench, walk: bool) -> dict:
 def poison(bench) -> None:
     """NaN in every buffer that a step must write before it reads it."""
     be, memory = bench.backend, bench.memory
-    start, stop = be._input_bytes, memory.offsets["expert_list"]   # behind it lies what kernels keep for themselves
+    start, stop = be._io.input_bytes, memory.offsets["expert_list"]   # behind it lies what kernels keep for themselves
     (memory.arena.data + start).memset_async(0xFF, stop - start, be.stream)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from ..buffers import BY_NAME, KV_BYTES, buffer_bytes, buffer_shape, step_dims
 from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
 from ..emit import MLA_WORK_COLUMNS, SESSION, arena_offsets
+from ..errors import OutOfMemory
 from ..packing import MAX_PACKED
 from ..plan import Op, Plan
 from ..weights import LEGAL_TP
@@ -60,6 +61,25 @@ def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
 def mla_work_bytes(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
     """Bytes of `Step.mla_work`: of every partial and column a maximum, a sum, and a latent."""
     return mla_partials(cfg, tp, slots, slot_pages) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
+
+
+def fitting_length(plan: Plan, slots: int, kv_cache_dtype: str, asked: int | None, ranks: int, utilization: float) -> int:
+    """Tokens a slot can hold: `asked`, or where that is None what fits beside the weights that are there already, for `ranks` ranks on this GPU.
+
+    Raises OutOfMemory, with the longest that would fit.
+    """
+    free, total = cupy.cuda.runtime.memGetInfo()
+    room = free - int(total * (1 - utilization))
+    fixed = session_bytes(plan, slots, 0, 0, kv_cache_dtype)
+    page = session_bytes(plan, slots, 1, 0, kv_cache_dtype)["mla_cache"]
+    room = room // ranks - sum(fixed.values()) - arena_offsets(plan)[1]
+    pages = room // max(page + 4, 1) // slots
+    fits = min(plan.cfg.max_position_embeddings, pages * PAGE_SIZE)
+    asked_or_fits = fits if asked is None else asked
+    if fits < 1 or asked_or_fits > fits:
+        raise OutOfMemory(f"{slots} x {asked_or_fits} tokens of cache do not fit the {room / 1e9:.1f} GB that weights and states leave",
+                          f"use a max_model_len of at most {max(fits, 0)}, or a smaller max_batch")
+    return asked_or_fits
 
 
 class RankMemory:
@@ -131,6 +151,30 @@ class RankMemory:
         for i, array in enumerate(self.weights.get((op.layer, op.stage.name), ())):
             o.w[i] = array.data.ptr
         return o
+
+
+class PageTables:
+    """Which pages every slot has, on the host and on every rank's GPU; setting one slot's waits for nothing but its own last copy."""
+
+    def __init__(self, memories: list[RankMemory]):
+        self._targets = [m.buffer("page_table") for m in memories]
+        pinned = cupy.cuda.alloc_pinned_memory(self._targets[0].nbytes)
+        self._host = np.frombuffer(pinned, np.int32, self._targets[0].size).reshape(self._targets[0].shape)
+        self._host[:] = -1
+        self._copied: dict[int, cupy.cuda.Event] = {}
+
+    def set(self, slot: int, pages, stream: cupy.cuda.Stream) -> None:
+        """In the order of `stream`."""
+        copied = self._copied.setdefault(slot, cupy.cuda.Event(disable_timing=True))
+        copied.synchronize()
+        row = self._host[slot]
+        row[:len(pages)], row[len(pages):] = pages, -1
+        for target in self._targets:
+            target[slot].data.copy_from_host_async(row.ctypes.data, row.nbytes, stream)
+        copied.record(stream)
+
+    def pages(self, slot: int, count: int) -> list[int]:
+        return self._host[slot, :count].tolist()
 
 
 def _tensor_map(cache: cupy.ndarray, row: int, block: int) -> cupy.ndarray:

@@ -7,6 +7,9 @@ from .scheduler import Sequence
 from .text_stream import Delta, TokenStream
 
 
+_NOTHING = Delta()
+
+
 @dataclass(frozen=True)
 class Request:
     """What to generate.
@@ -95,6 +98,8 @@ class Event:
 
 
 def joined(deltas) -> Delta:
+    if not deltas:
+        return _NOTHING
     return Delta("".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), tuple(c for d in deltas for c in d.tool_calls))
 
 

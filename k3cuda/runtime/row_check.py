@@ -3,7 +3,7 @@ import numpy as np
 
 from ..config import DECODE_ROWS
 from ..errors import PlanError
-from .backend import StepRows
+from .backend import AS_SAMPLED, StepRows
 
 # What stands in an input buffer behind the rows of a step.
 PADDING = {"token_ids": 0, "row_slot": -1, "row_position": 0, "logit_rows": -1, "row_accepted": 0}
@@ -30,15 +30,16 @@ class RowCheck:
     def __init__(self, num_slots: int, max_model_len: int, max_rows: int):
         self.max_model_len, self.max_rows = max_model_len, max_rows
         self._lengths = np.zeros(num_slots, np.int64)
+        self._sampled = np.full(num_slots, -1)   # position of the token last drawn for a slot since it was opened; -1: none
         self.rows: StepRows | None = None
         self._committed = True
 
     def open(self, slot: int) -> None:
-        self._lengths[slot] = 0
+        self._lengths[slot], self._sampled[slot] = 0, -1
 
     def copy(self, source: int, target: int) -> int:
         """`target` has as many tokens as `source` from now on: how many."""
-        self._lengths[target] = self._lengths[source]
+        self._lengths[target], self._sampled[target] = self._lengths[source], -1
         return int(self._lengths[source])
 
     def step(self, rows: StepRows) -> None:
@@ -47,14 +48,35 @@ class RowCheck:
             raise PlanError(f"a step of {len(rows)} rows, wanted 1 to {self.max_rows}")
         if len(rows.logit_rows) > DECODE_ROWS:
             raise PlanError(f"a step with logits of {len(rows.logit_rows)} rows, wanted at most {DECODE_ROWS}")
-        found = sequences(rows.slots)
-        if len({slot for slot, _ in found}) != len(found):
+        slots, place = rows.slots, np.arange(len(rows))
+        if slots.min() < 0 or slots.max() >= len(self._lengths):
+            raise PlanError(f"slots {slots.min()} to {slots.max()}, wanted 0 to {len(self._lengths) - 1}")
+        opens = place == 0
+        opens[1:] = slots[1:] != slots[:-1]
+        first = np.maximum.accumulate(np.where(opens, place, 0))   # row that opens the sequence
+        if len(set(slots.tolist())) != opens.sum():
             raise PlanError("rows of one slot are not neighbours")
-        for slot, span in found:
-            want = self._lengths[slot] + np.arange(span.stop - span.start)
-            if not np.array_equal(rows.positions[span], want) or want[-1] >= self.max_model_len:
-                raise PlanError(f"slot {slot}: positions {rows.positions[span]} do not continue its {self._lengths[slot]} tokens")
+        want = self._lengths[slots] + place - first
+        wrong = (rows.positions != want) | (want >= self.max_model_len)
+        if wrong.any():
+            r = wrong.argmax()
+            raise PlanError(f"slot {slots[r]}: position {rows.positions[r]} does not continue its {self._lengths[slots[r]]} tokens of {self.max_model_len}")
+        unknown = (rows.token_ids == AS_SAMPLED) & (rows.positions != self._sampled[slots])
+        if unknown.any():
+            r = unknown.argmax()
+            raise PlanError(f"slot {slots[r]}: no token was drawn for position {rows.positions[r]}")
         self.rows, self._committed = rows, False
+
+    def draws(self, count: int) -> list[int]:
+        """The slot of each row of logits of the last step, -1 where a later row has the same: tokens for all of them are being drawn.
+
+        Raises PlanError if it has another number of rows than `count`.
+        """
+        if self.rows is None or count != len(self.rows.logit_rows):
+            raise PlanError(f"{count} draws for {0 if self.rows is None else len(self.rows.logit_rows)} rows of logits")
+        slots = self.rows.slots[self.rows.logit_rows].tolist()
+        self._sampled[slots] = self.rows.positions[self.rows.logit_rows] + 1
+        return [-1 if slot == after else slot for slot, after in zip(slots, [*slots[1:], -1])]
 
     def commit(self, accepted: np.ndarray) -> None:
         """Raises PlanError if there is no step to commit, or it is committed already."""

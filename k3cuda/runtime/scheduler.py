@@ -208,10 +208,11 @@ class Scheduler:
         """Decoding sequences first, then chunks of prompts in order of arrival, at most `max_rows` rows in all."""
         room, work = self.max_rows, []
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):  # stable: arrival within each kind
-            count = min(sequence.num_pending, room, sequence.marks[-1] - sequence.committed if sequence.marks else room)
+            pending = sequence.num_pending
+            count = min(pending, room, sequence.marks[-1] - sequence.committed if sequence.marks else room)
             if count:
                 drafts = min(sequence.num_drafts, room - count)
-                work.append(Work(sequence, count, int(count == sequence.num_pending), drafts))
+                work.append(Work(sequence, count, int(count == pending), drafts))
                 room -= count + drafts
         return work
 

@@ -9,6 +9,7 @@ import cupy as cp
 from k3cuda.buffers import BUFFERS
 from k3cuda.emit import work_bytes
 from k3cuda.plan import instance
+from k3cuda.runtime.cuda_backend import inputs_of
 from k3cuda.runtime.cuda_compare import Compare, Found, launch_groups
 from k3cuda.runtime.cuda_kernels import bucket_of
 
@@ -18,7 +19,7 @@ INPUTS = tuple(b.name for b in BUFFERS if b.life == "input")
 def write_rows(be, rows) -> None:
     """Everything of `CudaBackend.step` but the launches."""
     be._check.step(rows)
-    be._write(token_ids=rows.token_ids, row_slot=rows.slots, row_position=rows.positions, logit_rows=rows.logit_rows)
+    be._write(**inputs_of(rows))
 
 
 class Walk(Compare):

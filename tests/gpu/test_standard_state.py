@@ -98,7 +98,7 @@ def poison(be, slot, pages):
     """NaN in all that no row of `slot` may depend on: scratch, records, other slots, pages of others and positions to come."""
     be.stream.synchronize()
     for memory in be.memories:
-        start, stop = be._input_bytes, memory.offsets["expert_list"]   # behind it lies what kernels keep for themselves
+        start, stop = be._io.input_bytes, memory.offsets["expert_list"]   # behind it lies what kernels keep for themselves
         memory.arena[start:stop] = 0xFF
         for name in STATES:
             memory.buffer(name)[:, np.arange(be.num_slots) != slot] = np.nan if name == "kda_state" else 0xFFFF

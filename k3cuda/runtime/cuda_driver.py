@@ -1,5 +1,8 @@
 """The driver: a context, cubins loaded, kernels launched with everything prepared beforehand."""
+import contextlib
 import ctypes
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..errors import DeviceError
@@ -40,10 +43,18 @@ def check(result):
 
 
 def open_device(index: int = 0) -> Device:
-    """Initialises GPU `index` of those visible and makes its primary context current.
+    """Initialises GPU `index` of those visible and makes its primary context current in this thread.
 
     Raises DeviceError: no driver, driver too old for the installed CUDA packages, no such GPU, GPU too old.
     """
+    device, context = _opened(index)
+    check(driver().cuCtxSetCurrent(context))
+    return device
+
+
+@functools.cache
+def _opened(index: int):
+    """(the device, its primary context), asked for once a process: both answers take long."""
     found = probe_driver()
     if found.problem:
         raise DeviceError(found.problem)
@@ -59,21 +70,28 @@ def open_device(index: int = 0) -> Device:
     except RuntimeError as e:   # the bindings didn't find libcuda, though it is there
         raise DeviceError(f"the driver can't be loaded ({e})") from e
     device = check(cu.cuDeviceGet(index))
-    check(cu.cuCtxSetCurrent(check(cu.cuDevicePrimaryCtxRetain(device))))
+    context = check(cu.cuDevicePrimaryCtxRetain(device))
     kinds = cu.CUdevice_attribute
     sms, shared = (check(cu.cuDeviceGetAttribute(kind, device)) for kind in (
         kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN))
-    return Device(index, gpu.name, architecture(gpu.compute_capability), sms, shared)
+    return Device(index, gpu.name, architecture(gpu.compute_capability), sms, shared), context
 
 
 def require_gpu(index: int = 0) -> Device:
     """`open_device`, and CuPy beside it: what every module that imports CuPy at its top needs first. Raises DeviceError."""
-    device = open_device(index)
-    try:
-        import cupy  # noqa: F401
-    except ImportError as e:
-        raise DeviceError(f"CuPy isn't installed or can't be loaded ({e})", f"pip install 'k3cuda[cu{_bindings_line()}]'") from e
-    return device
+    with contextlib.suppress(DeviceError):
+        driver()   # here, so that two threads do not import the same
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(_opened, index)   # most of its time is the driver's, outside Python's lock
+        try:
+            import cupy  # noqa: F401
+            problem = None
+        except ImportError as e:
+            problem = e
+        opening.result()
+    if problem is not None:
+        raise DeviceError(f"CuPy isn't installed or can't be loaded ({problem})", f"pip install 'k3cuda[cu{_bindings_line()}]'") from problem
+    return open_device(index)
 
 
 def _bindings_line() -> int:

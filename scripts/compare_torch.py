@@ -5,8 +5,8 @@
 Both sides are CUDA graphs over the same number of layers, each with weights of its own (hundreds of MB, many times the L2 cache), and
 both do the same products in the same order: kda_in (q, k, v, out gate, beta, f_a joined), o_proj, moe_in (router, latent-down, shared
 gate and up joined), shared_down, latent_up. torch runs F.linear on joined weights and nothing else. Ours are the kernels of the step
-as they are, with what their ends do beside the product: activations of the shared expert, and the stores to all 16 ranks' places.
-What stands between the products (norms, routing, experts) is left out on both sides.
+as they are, with what their ends do beside the product: activations of the shared expert, and the stores to all 16 ranks' places; a kernel
+that does something else beside a product (the JSON names the kernels) is counted whole. What stands between the products (norms, routing, experts) is left out on both sides.
 
 A second pair of numbers adds f_b. On torch's side it is one more F.linear; ours has no kernel of its own for it, so the whole KDA middle
 is counted: conv, gates, recurrence over the state, gated norm. Targets: 2 x at 1 and 8 rows, of the first pair.
@@ -25,21 +25,31 @@ from k3cuda import packing  # noqa: E402
 from k3cuda.cli.bench import Counts  # noqa: E402
 from k3cuda.cli.options import config_of  # noqa: E402
 from k3cuda.config import DECODE_ROWS, RELEASED  # noqa: E402
+from k3cuda.emit import kernels_of  # noqa: E402
 from k3cuda.packing import PACKED  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
 from k3cuda.runtime.cuda_kernels import bucket_of  # noqa: E402
 from k3cuda.runtime.surroundings import surroundings  # noqa: E402
+from k3cuda.stages import BY_NAME as BY_STAGE  # noqa: E402
 from k3cuda.weights import BY_NAME, rank_slice  # noqa: E402
 
 TP, LAYERS = 16, 13
-#         kernel -> (stage, how many of its packed arrays come before the one it multiplies by)
-TRUNK = {"kda_in": ("kda_in", 0), "o_proj": ("o_proj", 0), "moe_in": ("moe_in", 0), "shared_down": ("moe_down", 0), "latent_up": ("latent_up", 0)}
-MIDDLE = {"kda_mix": ("kda_mix", 0)}
+# Packed arrays, in the order of the products.
+TRUNK = ("kda_in", "o_proj", "moe_in", "shared_down_proj", "latent_up")
+WITH_MIDDLE = ("kda_in", "kda_f_b_proj", *TRUNK[1:])
+PLACES = {p.name: (stage, p) for stage, group in PACKED.items() for p in group}   # of each array: the stage that reads it
 
 
-def shape(cfg, stage: str, at: int) -> tuple[int, int]:
+def kernel_of(array: str, plan, rows: int) -> str:
+    """The kernel that multiplies by an array: the one of its name, else the first of its stage."""
+    stage, own = PLACES[array][0], array.removesuffix("_proj")
+    names = kernels_of(BY_STAGE[stage], plan, rows)
+    return own if own in names else names[0]
+
+
+def shape(cfg, array: str) -> tuple[int, int]:
     """(outputs, inputs) of one packed array on one rank, its sources joined."""
-    packed = PACKED[stage][at]
+    packed = PLACES[array][1]
     assert BY_NAME[packed.sources[0]].dtype == "BF16" and packed.how in (packing.TILES, packing.PAIRS, packing.PLAIN), packed
     shapes = [tuple(s.stop - s.start for s in rank_slice(BY_NAME[n], cfg.dims(), TP, 0)) for n in packed.sources]
     return sum(rows for rows, _ in shapes), shapes[0][1]
@@ -49,27 +59,29 @@ class Ours:
     def __init__(self, bench, layers):
         self.bench, self.layers = bench, layers
 
-    def seconds(self, kernels: dict) -> float:
-        """Of a graph of these kernels, layer after layer."""
+    def kernels(self, arrays) -> list[str]:
+        return [kernel_of(array, self.bench.backend.plan, bucket_of(self.bench.rows)) for array in arrays]
+
+    def seconds(self, arrays) -> float:
+        """Of a graph of the kernels that multiply by these arrays, layer after layer."""
         be = self.bench.backend
         loaded, ops = be.kernels(bucket_of(self.bench.rows)), {(op.layer, op.stage.name): op for op in be.plan.ops}
-        launches = [loaded.launch(name, be._steps[0], be.memories[0].op_struct(ops[layer, stage]), be._raw_stream, dependent=True)
-                    for layer in self.layers for name, (stage, _) in kernels.items()]
+        launches = [loaded.launch(name, be._steps[0], be.memories[0].op_struct(ops[layer, PLACES[array][0]]), be._raw_stream, dependent=True)
+                    for layer in self.layers for array, name in zip(arrays, self.kernels(arrays))]
         return self.bench.timer.graph(launches)
 
 
 class Torch:
     def __init__(self, cfg, timer, layers: int):
         self.timer, self.stream = timer, torch.cuda.ExternalStream(timer.raw)
-        kernels = TRUNK | MIDDLE
-        self.weights = [{name: torch.randn(shape(cfg, *where), dtype=torch.bfloat16, device="cuda") for name, where in kernels.items()} for _ in range(layers)]
+        self.weights = [{name: torch.randn(shape(cfg, name), dtype=torch.bfloat16, device="cuda") for name in WITH_MIDDLE} for _ in range(layers)]
 
-    def seconds(self, kernels: dict, rows: int) -> float:
+    def seconds(self, arrays, rows: int) -> float:
         x = {name: torch.randn(rows, w.shape[1], dtype=torch.bfloat16, device="cuda") for name, w in self.weights[0].items()}
         torch.cuda.synchronize()
 
         def run():
-            return [F.linear(x[name], w[name]) for w in self.weights for name in kernels]
+            return [F.linear(x[name], w[name]) for w in self.weights for name in arrays]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             run()   # cuBLAS makes its workspace outside the graph
@@ -91,17 +103,16 @@ def main(rows, output):
     bench.compile(rows)
     bench.open(max(rows), 1)
     ours, theirs = Ours(bench, layers), Torch(cfg, bench.timer, len(layers))
-    with_middle = {k: (TRUNK | MIDDLE)[k] for k in ("kda_in", "kda_mix", *list(TRUNK)[1:])}
-    nbytes = sum(2 * a * b for a, b in (shape(cfg, *where) for where in TRUNK.values()))
+    nbytes = sum(2 * a * b for a, b in (shape(cfg, name) for name in TRUNK))
     found = []
     for n in rows:
         bench.place(n, 1, 1)
         bench.replay()   # inputs that a step made
-        us = {"torch_us": theirs.seconds(TRUNK, n), "ours_us": ours.seconds(TRUNK), "torch_with_f_b_us": theirs.seconds(with_middle, n),
-              "ours_with_kda_mix_us": ours.seconds(with_middle)}
+        us = {"torch_us": theirs.seconds(TRUNK, n), "ours_us": ours.seconds(TRUNK), "torch_with_f_b_us": theirs.seconds(WITH_MIDDLE, n),
+              "ours_with_kda_mix_us": ours.seconds(WITH_MIDDLE)}
         us = {name: round(s * 1e6 / len(layers), 2) for name, s in us.items()}
         found.append({"rows": n, **us, "ratio": round(us["torch_us"] / us["ours_us"], 2), "floor_us": round(nbytes / bench.ceiling * 1e6, 2),
-                      "ratio_with_middle": round(us["torch_with_f_b_us"] / us["ours_with_kda_mix_us"], 2)})
+                      "ratio_with_middle": round(us["torch_with_f_b_us"] / us["ours_with_kda_mix_us"], 2), "kernels": ours.kernels(WITH_MIDDLE)})
         print(found[-1], file=sys.stderr, flush=True)
     document = {"what": "BF16 products of one KDA + MoE layer, one TP16 rank, microseconds a layer", "layers": len(layers), "mb": round(nbytes / 1e6, 1),
                 "ceiling_tb_s": round(bench.ceiling / 1e12, 3), "comparison": found} | surroundings(bench.device, "python scripts/compare_torch.py", ["torch"])

@@ -1,6 +1,7 @@
 """Servers for tests: in this process on a backend that says what it is told to, listening at a free port."""
 import importlib.util
 import os
+import socket
 import threading
 from contextlib import contextmanager
 
@@ -71,10 +72,12 @@ def serving(monkeypatch):
 
 
 @contextmanager
-def raw(running, data: bytes):
+def raw(running, data: bytes, receive_buffer: int | None = None):
     """A bare connection that has sent `data`."""
-    import socket
-
-    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+    with socket.socket() as connection:
+        if receive_buffer is not None:   # before it connects: the window is agreed on then
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(20)
+        connection.connect(("127.0.0.1", running.port))
         connection.sendall(data)
         yield connection

@@ -4,11 +4,13 @@ import pytest
 from engine_oracle import VOCAB, collect, drive, request
 from fake_backend import FakeBackend
 from hypothesis import given, settings, strategies as st
+from models import HEADDIMS
+from prefix_cases import same_bytes_with_and_without
 from scripted import fake  # noqa: F401, the fixture
+from test_speculate_model import PROMPTS, checkpoint, drafting, finish
 
 from k3cuda.config import PAGE_SIZE
 from k3cuda.errors import OutOfMemory
-from k3cuda.runtime.demo import open_demo
 from k3cuda.runtime.engine import Engine
 from k3cuda.runtime.numpy_backend import NumpyBackend
 from k3cuda.runtime.request import Request
@@ -158,21 +160,27 @@ def test_a_step_that_fails_forgets_everything():
 
 
 def test_bytes_of_the_reference_are_the_same():
-    """Log-probabilities to the bit, on a model: KDA states, conv windows and pages of the cache are all in the copy."""
-    prompts = [made(0, 130), made(0, 130), made(0, 100) + made(1, 10), made(0, 100) + made(2, 10)]
+    same_bytes_with_and_without(HEADDIMS)
+
+
+@pytest.mark.parametrize("family", ["mla", "gqa"])
+def test_drafts_go_on_from_a_prefix_too(family):
+    """The same tokens, and the same number of drafts that stood: the draft model's context is in the copy."""
     found = []
     for prefix_cache in (0, 2):
-        engine, answers = Engine(NumpyBackend(open_demo(), max_batch=1 + prefix_cache, max_model_len=256), prefix_cache=prefix_cache), []
-        for i, prompt in enumerate(prompts):
-            engine.add(Request(str(i), prompt, SamplingParams(max_tokens=3, seed=i, logprobs=2, ignore_eos=True)))
-            drawn = []
-            while engine.has_work:
-                for event in engine.step():
-                    drawn += event.drawn
-            answers.append((drawn, event.stats.cached_tokens))
-        found.append(answers)
+        made = NumpyBackend(checkpoint(), max_batch=1 + prefix_cache, max_model_len=256, drafting=drafting(3, family))
+        engine, answers = Engine(made, prefix_cache=prefix_cache), []
+        prompt = PROMPTS[3]
+        for turn in range(3):   # the same prompt twice, then the next turn of that conversation
+            params = SamplingParams(max_tokens=70, seed=1, temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, ignore_eos=True)
+            engine.add(Request(str(turn), prompt, params))
+            ids, stats = (x[str(turn)] for x in finish(engine))
+            answers.append((ids, stats.speculative, stats.cached_tokens))
+            prompt = prompt + ids + [5] if turn == 1 else prompt
         engine.close()
-    assert [d for d, _ in found[0]] == [d for d, _ in found[1]] and [c for _, c in found[1]] == [0, 128, 0, 64]
+        found.append(answers)
+    assert [a[:2] for a in found[0]] == [a[:2] for a in found[1]]
+    assert [a[2] for a in found[1]] == [0, 64, 128] and found[0][0][1].accepted > 0
 
 
 def test_an_llm_has_it_where_it_is_asked_for(fake):

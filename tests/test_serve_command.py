@@ -57,7 +57,7 @@ def test_500_streams_at_a_time_are_neither_lost_nor_mixed_up():
 
 
 def test_flags_of_vllm_and_ctrl_c():
-    running = Process("--trust-remote-code", "--reasoning-parser", "kimi_k2", "--tensor-parallel-size", 1, "--max_num_seqs", 2, "--max-model-len", 64,
+    running = Process("--trust-remote-code", "--reasoning-parser", "kimi_k2", "--tensor-parallel-size", 1, "--max_num_seqs", 2, "--max-model-len", 64, "--no-enable-prefix-caching",
                       "--served-model-name", "k3", "--api-key", "secret")
     assert httpx.get(running.url + "/v1/models", headers={"Authorization": "Bearer secret"}).json()["data"][0]["id"] == "k3"
     assert httpx.get(running.url + "/v1/models").status_code == 401

@@ -1,6 +1,5 @@
 """Clients that leave, dawdle, send rubbish or come in crowds, steps that fail, and the end of the server."""
 import json
-import socket
 import threading
 import time
 
@@ -141,8 +140,7 @@ def test_clients_that_dawdle_are_cut_off(serving):
 def test_a_client_that_does_not_read_is_cut_off(serving):
     running = serving(limits=Limits(write_s=0.3), max_model_len=8192, num_slots=8)
     body = {"prompt": ["a"] * 8, "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 20}   # megabytes: no buffer holds them
-    with raw(running, request("/v1/completions", json.dumps(body).encode())) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with raw(running, request("/v1/completions", json.dumps(body).encode()), receive_buffer=4096):
         until(lambda: running.service.worker.in_flight == 8)
         until(lambda: running.service.worker.in_flight == 0, 20)
     assert len(running.backend.row_counts) < 3900 and running.http.get("/health").status_code == 200

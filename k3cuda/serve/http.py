@@ -9,6 +9,7 @@ from typing import AsyncIterator, Callable
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from ..errors import K3Error
 from .refusals import Refusal, refusal_of
 
 log = logging.getLogger("k3cuda")
@@ -48,7 +49,7 @@ def json_response(document, status: int = 200, headers=None) -> Response:
 def error_response(error: Exception) -> Response:
     refusal = refusal_of(error)
     if refusal.status >= 500:
-        log.error("%s", refusal.message, exc_info=error if refusal.status == 500 else None)
+        log.error("%s", refusal.message, exc_info=None if isinstance(error, (K3Error, Refusal)) else error)
     return json_response(refusal.document, refusal.status, refusal.headers)
 
 

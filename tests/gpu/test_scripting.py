@@ -9,6 +9,7 @@ cp = pytest.importorskip("cupy", reason="CuPy holds the device's memory; install
 
 import ml_dtypes  # noqa: E402
 from models import HEADDIMS  # noqa: E402
+from prefix_cases import same_bytes_with_and_without  # noqa: E402
 from session_cases import cut_and_forked, forks_go_their_own_way  # noqa: E402
 from standard import compile_ahead, same  # noqa: E402
 from test_examples import EXAMPLES, PAGE, example  # noqa: E402
@@ -162,3 +163,7 @@ def test_python_of_the_page_runs():
     assert isinstance(space["cached"], cp.ndarray) and space["cached"].any() and int(space["top"]) >= 0
     same(space["total"].get(), space["logits"].sum().get())
     space["llm"].close()
+
+
+def test_prompts_that_share_a_beginning_give_the_same_bytes():
+    same_bytes_with_and_without(HEADDIMS, decode_backend="standard", kv_cache_dtype="fp8_e4m3")

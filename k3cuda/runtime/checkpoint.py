@@ -16,6 +16,7 @@ from .downloads import no_text
 from .findings import Finding, counted, error_of, shown
 from .sampling import SamplingParams
 from .shards import Shards, open_shards
+from .slices import bad_values, trouble_of
 from .tensor_source import TensorSource
 
 log = logging.getLogger("k3cuda")
@@ -70,20 +71,9 @@ def read_rows(shards: Shards, key: str, weight: Weight, rows: slice | None) -> n
     """Some rows of a tensor, all for None; CheckpointError where they cannot be those of a trained model."""
     file = shards.owner[key]
     array = file.array(key, rows)
-    if trouble := _trouble(weight, array):
-        raise CheckpointError(f"{file.path}: found {key} with {trouble}, wanted numbers of a trained model", "download the file again")
+    if trouble := trouble_of(weight, array):
+        raise bad_values(file, key, trouble)
     return array
-
-
-def _trouble(weight: Weight, array: np.ndarray) -> str:
-    """Damage that would never show as a logit that is not finite, or ""."""
-    if weight.dtype == "F32" and not np.isfinite(array).all():   # few and small; a router's bias only selects
-        return "values that are not finite"
-    data = array.reshape(-1).view(np.uint8)
-    # A download may set its space aside and end before the data: every shard has one of these, and token 0 would win for ever.
-    if weight.name.endswith(("norm", "embed_tokens", "lm_head")) and not (data[:4096].any() or data.any()):
-        return "nothing but zeros"
-    return ""
 
 
 class Survey:

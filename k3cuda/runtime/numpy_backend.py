@@ -3,7 +3,6 @@ import os
 
 import numpy as np
 
-from .. import weights
 from ..buffers import BY_NAME, ROW_AXES, step_dims
 from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
 from ..draft_buffers import cache_bytes
@@ -15,6 +14,7 @@ from ..reference.numerics import CACHE_ROUNDING, Numerics
 from ..reference.sample import sample_row
 from .backend import Judged, StepCounts, StepRows, check_buffer, check_room
 from .drafting import PROBABILISTIC, Drafting
+from .loading import Loading
 from .machine import REFERENCE
 from .numpy_draft import NumpyDraft
 from .numpy_program import NumpyProgram, widened
@@ -32,6 +32,7 @@ class NumpyBackend:
         activation_dtype: "f32", or "bf16" to round where the release does.
         kv_cache_dtype: "auto" (as the activations), "f32", "bf16" or "fp8_e4m3"; the cache is rounded so, and held as F32.
         drafting: a draft model and how it is used; None: no speculation.
+        loading: how the weights are read.
     Raises:
         ConfigError: the model or its draft cannot be cut over `tp` ranks. UsageError: a max_batch too large for the drafts.
         OutOfMemory: the cache does not fit; the message names the longest that would.
@@ -40,7 +41,7 @@ class NumpyBackend:
     name, ranks, gpu, overlaps = REFERENCE, "virtual", None, False
 
     def __init__(self, checkpoint, tp: int = 1, *, max_batch: int = 8, max_model_len: int | None = None,
-                 activation_dtype: str = "f32", kv_cache_dtype: str = "auto", drafting: Drafting | None = None):
+                 activation_dtype: str = "f32", kv_cache_dtype: str = "auto", drafting: Drafting | None = None, loading: Loading | None = None):
         check_room(checkpoint.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in ("auto", *CACHE_ROUNDING):
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown", f"use auto, {', '.join(CACHE_ROUNDING)}")
@@ -56,7 +57,7 @@ class NumpyBackend:
         places = {"slots": max_batch, "pages": self.num_pages, "slot_pages": slot_pages}
         self.dims = step_dims(self.cfg, tp=tp, rows=self.max_rows, num_taps=self.plan.num_taps, **places)
         self.max_logits = self.dims["head_rows"]
-        held, num = [_load_weights(checkpoint, tp, r) for r in range(tp)], Numerics(activation_dtype, kv_cache_dtype)
+        held, num = _load_weights(checkpoint, tp, loading or Loading()), Numerics(activation_dtype, kv_cache_dtype)
         self.program = NumpyProgram(self.cfg, num, BY_NAME, self.dims, self.plan.aliases, held)
         self.draft = drafting and NumpyDraft(drafting.source, [a["taps"] for a in self.arenas], num_drafts=drafting.num_drafts, rows=drafting.block_rows,
                                              num=num, target_weights=[layers[None] for layers in held], **places)
@@ -137,14 +138,14 @@ class NumpyBackend:
         return self.program.arenas
 
 
-def _load_weights(checkpoint, tp: int, rank: int) -> dict:
-    """layer (None: outside the layers) -> name -> F32 array, or ExpertMatrix for an MXFP4 pair."""
-    held = {}
-    for layer in (None, *range(checkpoint.cfg.num_hidden_layers)):
-        table = weights.layer_weights(checkpoint.cfg, layer)
-        raw = {w.name: checkpoint.rank_slices(w, layer, tp, rank) for w in table}
-        held[layer] = {name: widened(x) for name, x in raw.items()}
-        held[layer] |= {w.name: ExpertMatrix(raw[w.name], raw[w.name + "_scale"]) for w in table if w.mxfp4 == "packed"}
+def _load_weights(source, tp: int, loading: Loading) -> list[dict]:
+    """For each rank: layer (None: outside the layers) -> name -> F32 array, or ExpertMatrix for an MXFP4 pair."""
+    held = [{} for _ in range(tp)]
+    for unit, arrays in loading.slices(source, tp, range(tp)):
+        for rank, layers in enumerate(held):
+            raw = {name: array[rank] for name, array in arrays.items()}
+            layers[unit.layer] = {name: widened(x) for name, x in raw.items()}
+            layers[unit.layer] |= {w.name: ExpertMatrix(raw[w.name], raw[w.name + "_scale"]) for w in unit.weights if w.mxfp4 == "packed"}
     return held
 
 

@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, idle, official, bench_core, bench_cores, bench_mla, bench_sample, trace"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, trace"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -20,8 +20,9 @@ case $name in
   experts) k3cuda bench step -v --rank 3 --rows 1,8,64 --context 8K --experts 16,120,613 --stages 1,8,64 --output "$out/experts.json" "$@" ;;
   hops) k3cuda bench step -v --rank 3 --rows 1,8 --hop-delay-us 0,2.5 --output "$out/hops.json" "$@" ;;
   torch) python3 scripts/compare_torch.py --output "$out/torch.json" "$@" ;;
+  prefill) k3cuda bench prefill -v --rank 3 --prompt 8K --output "$out/prefill.json" "$@" ;;
   idle) OUT=$out python3 scripts/bench_idle.py "$@" ;;
-  official) for part in step experts hops torch idle; do sh scripts/gpu.sh "$part"; done ;;
+  official) for part in step experts hops torch prefill idle; do sh scripts/gpu.sh "$part"; done ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
   trace) exec python3 scripts/trace_step.py "$@" ;;

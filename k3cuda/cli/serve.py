@@ -26,6 +26,13 @@ NOT_NEEDED = {
     ("--enable-expert-parallel",): ("how experts lie over the ranks is fixed, see docs/design.md", _FLAG),
     ("--block-size",): ("a page of the cache has 64 tokens", {}),
     ("--swap-space",): ("a request that runs is never moved out", {}),
+    ("--async-scheduling",): ("a step is launched before the tokens of the one before it are read where the backend can", _FLAG),
+    ("--distributed-executor-backend",): ("ranks are not processes of their own", {}),
+    ("--limit-mm-per-prompt",): ("only text is read", {}),
+    ("--mm-encoder-tp-mode",): ("only text is read", {}),
+    ("--compilation-config",): ("kernels are compiled ahead, see k3cuda compile", {}),
+    ("--uvicorn-log-level",): ("the log has one level, --log-level", {}),
+    ("--disable-uvicorn-access-log",): ("the line of each request is at level info", _FLAG),
     ("--disable-log-requests",): ("prompt text is never logged", _FLAG),
     ("--disable-log-stats",): ("counts are at /metrics only", _FLAG),
 }

@@ -3,7 +3,7 @@ import bisect
 import time
 from collections import Counter
 
-from ..runtime.request import Event
+from ..runtime.request import Event, Speculative
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)   # upper ends of buckets
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
@@ -43,7 +43,7 @@ class Metrics:
         self.engine, self._clock = None, clock
         self._labels = f'model_name="{model_name.translate(_ESCAPES)}"'
         self._arrived: dict[str, float] = {}
-        self._counts, self._finished = Counter(), Counter()
+        self._counts, self._finished, self._accepted_at = Counter(), Counter(), Counter()
         self.ttft, self.tpot, self.e2e = Histogram(), Histogram(), Histogram()
 
     def arrived(self, request_id: str) -> None:
@@ -63,8 +63,15 @@ class Metrics:
             self.ttft.add(stats.ttft_s)
         if stats.tpot_ms is not None:
             self.tpot.add(stats.tpot_ms / 1e3)
+        if stats.speculative is not None:
+            self._speculated(stats.speculative)
         if event.finish_reason in ("stop", "length"):
             self.e2e.add(self._clock() - self._arrived[event.request_id])
+
+    def _speculated(self, drafts: Speculative) -> None:
+        self._counts.update(drafts=drafts.steps, draft_tokens=drafts.proposed, accepted_tokens=drafts.accepted)
+        for position, share in enumerate(drafts.per_position or ()):
+            self._accepted_at[position] += round(share * drafts.steps)
 
     def text(self) -> str:
         """The whole page."""
@@ -84,9 +91,14 @@ class Metrics:
         counters = {"vllm:prompt_tokens_total": ("tokens of prompts", self._counts["prompt_tokens"]),
                     "vllm:generation_tokens_total": ("tokens generated", self._counts["generation_tokens"]),
                     "vllm:prefix_cache_queries_total": ("prompt tokens that were looked for among stored prefixes", prefixes.queried if prefixes is not None else 0),
-                    "vllm:prefix_cache_hits_total": ("those found", prefixes.hit if prefixes is not None else 0)}
+                    "vllm:prefix_cache_hits_total": ("those found", prefixes.hit if prefixes is not None else 0),
+                    "vllm:spec_decode_num_drafts_total": ("verify steps of requests that ended", self._counts["drafts"]),
+                    "vllm:spec_decode_num_draft_tokens_total": ("drafts that were verified", self._counts["draft_tokens"]),
+                    "vllm:spec_decode_num_accepted_tokens_total": ("drafts that stood", self._counts["accepted_tokens"])}
         for name, (what, value) in counters.items():
             metric(name, "counter", what, [f"{name}{{{self._labels}}} {value}"])
+        metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter", "drafts that stood, by their place",
+               [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{self._labels},position="{p}"}} {n}' for p, n in sorted(dict(self._accepted_at).items())])
         metric("vllm:request_success_total", "counter", "requests that ended, by how",
                [f'vllm:request_success_total{{{self._labels},finished_reason="{reason}"}} {n}' for reason, n in sorted(dict(self._finished).items())])
         for name, what, histogram in (("vllm:time_to_first_token_seconds", "arrival to first token", self.ttft),

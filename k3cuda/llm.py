@@ -43,12 +43,14 @@ class LLM:
         activation_dtype: "f32", or "bf16" to round where the release does.
         prefix_cache: beginnings of texts whose state is kept, so that prompts that share one don't run it again; each costs what a
             sequence of `max_batch` costs, and together with them there are at most 64.
+        load_mode: how files are read: "auto", "direct", "buffered" or "mmap" (docs/loading.md).
+        load_progress: bytes and time left on stderr while loading; None: if that is a terminal.
         seed: makes the seeds that are drawn for requests without one reproducible, in order of the requests.
 
     Attributes:
         cfg, tokenizer, generation_config: of the model.
         backend: runs it; its `counts` say how many steps ran on which decode backend.
-        load_s: seconds that opening took.
+        load_s: seconds that opening took. loading: what reading the weights took (runtime/loading.py).
 
     Raises:
         UsageError: an argument that no model could satisfy.
@@ -57,13 +59,15 @@ class LLM:
     """
 
     def __init__(self, model="demo", draft_model=None, tp=1, *, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
-                 activation_dtype="f32", prefix_cache=0, seed=None):
+                 activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, seed=None):
         self._engine = None
         seed = SamplingParams(seed=seed).seed  # the same rules
         start = time.perf_counter()
         opened = open_model(model, draft_model, tp=tp, decode_backend=decode_backend, max_model_len=max_model_len, max_batch=max_batch,
-                            kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype, prefix_cache=prefix_cache)
+                            kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype, prefix_cache=prefix_cache, load_mode=load_mode,
+                            load_progress=load_progress)
         self.load_s = time.perf_counter() - start
+        self.loading = opened.loading
         self.backend, self.generation_config, self._eos_ids = opened.backend, opened.generation_config, opened.eos_ids
         self._tokenizer, self._no_tokenizer = opened.tokenizer, opened.no_tokenizer
         self._engine = Engine(opened.backend, seeds=None if seed is None else random.Random(seed), prefix_cache=opened.prefix_cache)

@@ -94,7 +94,7 @@ def test_a_lone_rank_says_what_it_reads_beyond_its_own(stored):
     _, loading = load(stored, 16, range(7, 8), BUFFERED, capacity=SMALL_BUFFER)
     columns = sum(w.nbytes for w in _column_cut(16))
     assert loading.wanted_bytes == model_bytes(CFG, 16) + 15 * columns
-    assert f"({loading.read_bytes / model_bytes(CFG, 16):.1f} bytes for each one kept), buffered: as asked" in loading.summary()
+    assert f"({loading.read_bytes / model_bytes(CFG, 16):.1f} bytes for each one kept)" in loading.summary()
 
 
 def _column_cut(tp):
@@ -268,8 +268,6 @@ def test_modes(folder, monkeypatch):
     assert mode == BUFFERED and why == f"the file system of {files[0].path} has no direct reads (Invalid argument)"
     with pytest.raises(UsageError, match="load_mode direct: the file system of .*.safetensors has no direct reads"):
         block_reader.choose_mode("direct", files, 1)
-    with pytest.raises(UsageError, match="load_mode: found 'fast', wanted auto, direct, buffered, mmap"):
-        block_reader.choose_mode("fast", files, 1)
 
 
 @pytest.mark.parametrize("room, dropped", [(1 << 40, False), (1, True)])

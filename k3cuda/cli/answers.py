@@ -12,7 +12,7 @@ from .output import Result, is_terminal, log, say, write_stderr
 
 @contextmanager
 def loading(model: str, show_progress: bool):
-    """A terminal shows that the model is being loaded."""
+    """A terminal shows that the model is being loaded, from before the first byte."""
     shown = show_progress and is_terminal(sys.stderr)
     if shown:
         write_stderr(f"loading {model} ...")
@@ -23,12 +23,17 @@ def loading(model: str, show_progress: bool):
             write_stderr("\r\033[K")
 
 
+def shows_progress() -> bool:
+    """Whether bytes and time left may be shown: not where errors only are wanted."""
+    return log.isEnabledFor(logging.WARNING)
+
+
 def open_llm(model: str, show_progress: bool, **arguments):
     """The loaded model."""
     with loading(model, show_progress):
         from ..llm import LLM
 
-        return LLM(model, **arguments)
+        return LLM(model, load_progress=show_progress and shows_progress(), **arguments)
 
 
 class Text:

@@ -20,7 +20,7 @@ INVITATION = "> "
 @options.thinking
 @options.sampling
 @options.engine
-def chat(model, system, reasoning_effort, no_think, show_thinking, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, no_progress,
+def chat(model, system, reasoning_effort, no_think, show_thinking, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, load_mode, no_progress,
          **sampling):
     """Talk to a model. Each line is a turn; from a pipe too. End with Ctrl-D.
 
@@ -39,7 +39,7 @@ def chat(model, system, reasoning_effort, no_think, show_thinking, tp, max_model
     result, interactive = Result(), is_terminal(sys.stdin) and is_terminal(sys.stderr)
     thinking = is_terminal(sys.stdout) and is_terminal(sys.stderr) if show_thinking is None else show_thinking
     with open_llm(model, not no_progress, tp=tp, max_model_len=max_model_len, max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
-                  decode_backend=decode_backend) as llm:
+                  decode_backend=decode_backend, load_mode=load_mode) as llm:
         if interactive:
             say("Ctrl-D ends, Ctrl-C stops an answer")
         while (line := _next_line(interactive)) is not None:

@@ -27,7 +27,7 @@ from .prompts import read_prompt
     options.flag("--jsonl", is_flag=True, help="A JSON object for the start, each step and the end."), options.OUTPUT)
 @options.engine
 def generate(model, prompt, file, raw, system, reasoning_effort, no_think, messages, tools, show_thinking, logprobs, stream, json,
-             jsonl, output, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, no_progress, **sampling):
+             jsonl, output, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, load_mode, no_progress, **sampling):
     """Answer one prompt.
 
     The prompt comes from -p, -f, --messages or a pipe. It is rendered as a chat unless --raw is given.
@@ -43,7 +43,7 @@ def generate(model, prompt, file, raw, system, reasoning_effort, no_think, messa
     if not raw:
         render(source.messages, source.tools)   # what cannot be rendered is told before a model is loaded
     llm = open_llm(model, not no_progress, tp=tp, max_model_len=max_model_len, max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
-                   decode_backend=decode_backend)
+                   decode_backend=decode_backend, load_mode=load_mode)
     with llm:
         if json or jsonl:
             view = Json(result, llm, model, jsonl)

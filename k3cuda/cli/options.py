@@ -172,9 +172,9 @@ _ENGINE = (
     flag("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto, bf16 or fp8_e4m3.  [default: auto]"),
     flag("--decode-backend", default="auto", metavar="NAME", aliases=["--decode-attention-backend", "--attention-backend"],
           help="What runs the decode step; an unknown name lists them.  [default: auto]"),
-    flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress on a terminal."),
+    flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress while loading."),
     *DRAFT,
-    flag("--load-mode", cls=NotYet, what="a choice of loaders", aliases=["--load-format"]),
+    flag("--load-mode", default="auto", metavar="NAME", aliases=["--load-format"], help="How files are read: auto, direct, buffered or mmap.  [default: auto]"),
     flag("--gpu-memory-utilization", cls=NotYet, what="a GPU memory budget",
           aliases=["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]),
 )

@@ -3,7 +3,7 @@ import click
 
 from ..errors import UsageError
 from . import options
-from .answers import loading
+from .answers import loading, shows_progress
 from .output import say
 
 MAX_BATCH, PREFIX_CACHE, MOST = 8, 8, 64   # defaults, and what the two may be together
@@ -71,9 +71,10 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefi
         prefix_cache = 0
     elif prefix_cache is None:
         prefix_cache = max(0, min(PREFIX_CACHE, MOST - engine["max_batch"]))
+    engine |= {"prefix_cache": prefix_cache, "load_progress": not no_progress and shows_progress()}
     with server.bind(host, port) as listener:
         with loading(model, not no_progress):
-            service = server.open_service(model, engine | {"prefix_cache": prefix_cache}, names=served_model_name or (model,), effort=effort,
+            service = server.open_service(model, engine, names=served_model_name or (model,), effort=effort,
                                           max_queue=max_queue, limits=Limits(max_body=max_body), api_key=api_key)
         address, port = listener.getsockname()[:2]
         address = f"[{address}]" if ":" in address else address

@@ -19,8 +19,6 @@ def choose_mode(asked: str, files, nbytes: int) -> tuple[str, str]:
     Raises:
         UsageError: direct reads were asked for, and a file's file system has none.
     """
-    if asked not in MODES:
-        raise UsageError(f"load_mode: found {asked!r:.60}, wanted {', '.join(MODES)}")
     if asked in (BUFFERED, MAPPED):
         return asked, "as asked"
     refused = _without_direct(files)

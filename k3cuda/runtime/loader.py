@@ -62,7 +62,7 @@ class Loader:
         files = list(checkpoint.shards.files.values())
         self.mode, self.why = choose_mode(mode, files, checkpoint.shards.text_bytes)
         self.reader = make_reader(self.mode, keep=checkpoint.shards.text_bytes <= memory_bytes() // 2)
-        self.counts = Counts()
+        self.counts, self.workers = Counts(), workers or default_workers()
         self._blocks = lambda unit: blocks_of(unit, checkpoint.cfg, checkpoint.shards.owner, tp, ranks, capacity)
         self._units, self._open_target, self._progress = iter(units), open_target, progress
         self._make_buffer = (lambda: make_buffer(capacity)) if self.reader.needs_buffer else lambda: None
@@ -70,7 +70,7 @@ class Loader:
         self._begun: list[_Begun] = []     # units that are not consumed yet, oldest first
         self._error: BaseException | None = None
         self._ended = self._stopped = False   # no unit is left to begin; nothing more is to be done
-        self._threads = [threading.Thread(target=self._work, name=f"k3cuda-load-{i}", daemon=True) for i in range(workers or default_workers())]
+        self._threads = [threading.Thread(target=self._work, name=f"k3cuda-load-{i}", daemon=True) for i in range(self.workers)]
 
     def __iter__(self) -> Iterator[tuple[Unit, object]]:
         """(unit, target with all its parts), in order. What a worker could not do is raised here; every thread has then ended."""

@@ -1,4 +1,5 @@
 """One load of a model's weights: how it reads, what its backend gets, and what it took."""
+import logging
 import time
 from collections import Counter
 from typing import Iterator
@@ -13,6 +14,8 @@ from .loader import Loader
 from .progress import LoadProgress
 from .slices import HostSlices, check_values
 
+log = logging.getLogger("k3cuda")
+
 PHASES = ("read", "copy", "pack", "compile", "capture")
 
 
@@ -21,14 +24,14 @@ class Loading:
 
     Args:
         mode: see block_reader.MODES.
-        show: whether progress is shown on stderr.
+        show: whether progress is shown on stderr; None: if that is a terminal.
 
     Attributes:
         seconds: by phase. Phases overlap; read and copy are summed over the threads that did them.
         wanted_bytes: of tensors that were read, each once. read_bytes: with what lay between. kept_bytes: in the ranks' slices.
     """
 
-    def __init__(self, mode: str = AUTO, show: bool = False):
+    def __init__(self, mode: str = AUTO, show: bool | None = False):
         self.mode, self.why, self.show = mode, "", show
         self.seconds: Counter[str] = Counter()
         self.wall_s, self.wanted_bytes, self.read_bytes, self.kept_bytes = 0.0, 0, 0, 0
@@ -56,6 +59,7 @@ class Loading:
         progress = LoadProgress(wanted_bytes(source.cfg, tp, ranks), self.show)
         loader = Loader(source, tp, ranks, units, open_target, mode=self.mode, progress=progress, **options)
         self.mode, self.why = loader.mode, loader.why
+        log.info("reading %s: %s (%s), %d at a time", source.path, loader.mode, loader.why, loader.workers)
         start = time.perf_counter()
         try:
             yield from loader
@@ -75,5 +79,5 @@ class Loading:
         amplified = self.read_bytes / self.kept_bytes
         phases = ", ".join(f"{name} {self.seconds[name]:.1f} s" for name in PHASES if self.seconds[name] >= 0.05)
         return (f"loaded {self.kept_bytes / 1e9:.2f} GB in {self.wall_s:.1f} s, read {self.read_bytes / 1e9:.2f} GB at "
-                f"{self.read_bytes / 1e9 / max(self.wall_s, 1e-9):.2f} GB/s ({amplified:.1f} bytes for each one kept), {self.mode}: {self.why}"
+                f"{self.read_bytes / 1e9 / max(self.wall_s, 1e-9):.2f} GB/s ({amplified:.1f} bytes for each one kept)"
                 + (f"; overlapping: {phases}" if phases else ""))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ..config import DECODE_ROWS, token_ids
 from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
 from .backend import Backend
+from .block_reader import AUTO, MODES
+from .loading import Loading
 from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
 
 log = logging.getLogger("k3cuda")
@@ -27,6 +29,7 @@ class Model:
         generation_config: sampling defaults of the checkpoint.
         eos_ids: end tokens of config.json and generation_config.json.
         prefix_cache: slots of the backend that are for the engine's stored prefixes.
+        loading: what reading the weights took.
     """
 
     backend: Backend
@@ -35,10 +38,11 @@ class Model:
     eos_ids: tuple[int, ...]
     no_tokenizer: CheckpointError | None = None
     prefix_cache: int = 0
+    loading: Loading | None = None
 
 
 def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
-               activation_dtype="f32", prefix_cache=0) -> Model:
+               activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None) -> Model:
     """Arguments and errors of `k3cuda.LLM`."""
     chosen = _choose_backend(decode_backend, activation_dtype)
     kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
@@ -48,20 +52,23 @@ def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_mode
     if not isinstance(prefix_cache, int) or isinstance(prefix_cache, bool) or not 0 <= prefix_cache <= DECODE_ROWS - max_batch:
         raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {DECODE_ROWS - max_batch}, "
                          f"which with max_batch makes {DECODE_ROWS}")
+    loading = Loading(choice("load_mode", load_mode, MODES), load_progress)
     if draft_model is not None:
         raise UsageError(f"draft_model: found {str(draft_model)!r}, but this build does not speculate yet", "leave it out")
     checkpoint = _open_checkpoint(model, tp, is_reference=chosen == REFERENCE)
     try:
         eos_ids = _eos_ids(checkpoint)
         tokenizer, no_tokenizer = _tokenizer(checkpoint)
-        options = {"tp": tp, "max_batch": max_batch + prefix_cache, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
+        options = {"tp": tp, "max_batch": max_batch + prefix_cache, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype, "loading": loading}
         backend = _cuda(checkpoint, options) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype)
     finally:
         if checkpoint is not model:
             checkpoint.close()
     if backend.kv_cache_dtype == "fp8_e4m3":
         log.info("the checkpoint has no scale for an fp8_e4m3 cache: 1 is used")
-    return Model(backend, tokenizer, dict(checkpoint.generation_config), eos_ids, no_tokenizer, prefix_cache)
+    if summary := loading.summary():
+        log.info("%s", summary)
+    return Model(backend, tokenizer, dict(checkpoint.generation_config), eos_ids, no_tokenizer, prefix_cache, loading)
 
 
 def _tokenizer(checkpoint):

@@ -34,17 +34,17 @@ class LoadProgress:
 
     Args:
         total: bytes.
-        show: whether anything is shown.
+        show: whether anything is shown; None: on a terminal.
         verb: what is done with the bytes.
         is_terminal: None: whether stderr is one.
     """
 
     PLAIN_S, BAR_S, WIDTH = 10.0, 0.2, 20
 
-    def __init__(self, total: int, show: bool = True, verb: str = "loading", is_terminal: bool | None = None):
+    def __init__(self, total: int, show: bool | None = True, verb: str = "loading", is_terminal: bool | None = None):
         self._total, self._verb = max(total, 1), verb
         self._bar = sys.stderr is not None and sys.stderr.isatty() if is_terminal is None else is_terminal
-        self._every = (self.BAR_S if self._bar else self.PLAIN_S) if show else float("inf")
+        self._every = (self.BAR_S if self._bar else self.PLAIN_S) if (self._bar if show is None else show) else float("inf")
         self._start = self._shown = time.perf_counter()
         self._done, self._drawn, self._lock = 0, False, threading.Lock()
 

@@ -148,7 +148,7 @@ def test_padding_and_stale_scratch_reach_nothing():
     for first, n in ((0, 129), (129, 70), (199, 101)):
         be.stream.synchronize()
         memory = be.memories[0]
-        memory.arena[be._input_bytes:memory.offsets["expert_list"]] = 0xFF
+        memory.arena[be._io.input_bytes:memory.offsets["expert_list"]] = 0xFF
         for name in ("kda_q", "kda_fade", "kda_o", "product_work"):
             memory.arena[memory.offsets[name]:memory.offsets[name] + 4096] = 0xFF
         assert bucket_of(n) > 64

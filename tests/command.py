@@ -33,4 +33,4 @@ def k3_json(*args, **options):
 
 def start(*args, **options) -> subprocess.Popen:
     return subprocess.Popen([*COMMAND, *map(str, args)], env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, preexec_fn=hears_interrupts, **options)
+                            stderr=subprocess.PIPE, **{"preexec_fn": hears_interrupts} | options)

@@ -1,12 +1,13 @@
 """`k3cuda serve` in a process of its own: on the demo model, until a signal comes."""
 import asyncio
 import re
+import resource
 import signal
 import socket
 import sys
 
 import pytest
-from command import k3, start
+from command import hears_interrupts, k3, start
 from serving import httpx
 
 from k3cuda import LLM, SamplingParams
@@ -14,9 +15,15 @@ from k3cuda import LLM, SamplingParams
 STREAMS = 500
 
 
+def few_files():
+    """A soft limit of open files that is below the number of streams."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    hears_interrupts()
+
+
 class Process:
-    def __init__(self, *args):
-        self.process, self.said = start("serve", "demo", "--port", 0, *args), []
+    def __init__(self, *args, **options):
+        self.process, self.said = start("serve", "demo", "--port", 0, *args, **options), []
         while not self.said or b"is served at" not in self.said[-1]:
             self.said.append(self.process.stderr.readline())
             assert self.said[-1], self.said
@@ -30,7 +37,7 @@ class Process:
 
 def test_500_streams_at_a_time_are_neither_lost_nor_mixed_up():
     """Each has a seed of its own, and gets the text of that seed."""
-    running = Process("--max-batch", 64, "--max-queue", STREAMS, "--max-model-len", 128)
+    running = Process("--max-batch", 64, "--max-queue", STREAMS, "--max-model-len", 128, preexec_fn=few_files)
 
     async def ask(client, seed) -> str:
         text, body = "", {"prompt": "a", "max_tokens": 2, "seed": seed, "stream": True, "ignore_eos": True}

@@ -18,6 +18,7 @@ from .worker import Worker
 log = logging.getLogger("k3cuda")
 
 BACKLOG = 2048        # connections that may wait to be taken
+OPEN_FILES = 65_536
 KEEP_ALIVE_S = 75     # longer than what proxies and clients keep idle connections for
 LAST_WORDS_S = 5      # for clients to read the error that ends their stream at a shutdown
 
@@ -32,6 +33,18 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as e:
         raise UsageError(f"cannot listen at {host} port {port}: {getattr(e, 'strerror', None) or e}", "give another --host or --port") from e
     return listener
+
+
+def raise_file_limit() -> None:
+    """Each connection is an open file, and the usual soft limit of 1,024 is soon reached; the hard one is there to be used."""
+    try:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < OPEN_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES), hard))
+    except (ImportError, OSError, ValueError) as e:   # not a POSIX system, or one that does not allow it
+        log.debug("the limit of open files stays as it is: %s", e)
 
 
 def open_service(model, arguments: dict, *, names, effort: str, max_queue: int, limits: Limits = Limits(), api_key: str | None = None) -> Service:
@@ -120,6 +133,7 @@ def serve(service: Service, listener: socket.socket, grace_s: float) -> None:
         logger.handlers, logger.propagate = log.handlers, False
         logger.setLevel(logging.WARNING)
     server = Server(service, grace_s)
+    raise_file_limit()
     try:
         server.run(sockets=[listener])
     finally:

@@ -1,8 +1,9 @@
-"""`k3cuda check`: everything that is wrong with a model, from headers alone."""
+"""`k3cuda check`: everything that is wrong with a model, from headers alone; with --hash from all bytes."""
 import click
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from . import options
+from .answers import shows_progress
 from .output import Result
 
 
@@ -10,16 +11,24 @@ from .output import Result
 @options.model()
 @options.flags(
     options.flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=options.TP_ALIASES, help="Check that the model can be cut over so many ranks."),
+    options.flag("--hash", "hashed", is_flag=True, help="Read every file whole and compare its SHA-256; an interrupted run is taken up again."),
+    options.flag("--hash-manifest", metavar="FILE", help="Record of the hashes.  [default: in the cache folder]"),
+    options.flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress of --hash."),
     options.flag("--json", is_flag=True, help="One JSON document."), options.OUTPUT, *options.DRAFT)
-def check(model, tp, json, output):
+def check(model, tp, hashed, hash_manifest, no_progress, json, output):
     """Look for everything that is wrong with a model before it is loaded.
 
     Exit code 0: nothing; 3: files missing, damaged or not matching; 4: not enough memory and nothing else.
     """
     from ..runtime import preflight
+    from ..runtime.hash_check import add_hashes
 
+    if hash_manifest and not hashed:
+        raise UsageError("--hash-manifest without --hash records nothing", "add --hash")
     result = Result(output)
     report = preflight.check(model, tp=tp)
+    if hashed:
+        add_hashes(report, hash_manifest, not no_progress and shows_progress())
     if json:
         result.document(report.to_dict(), indent=2)
     else:

@@ -1,5 +1,4 @@
 """What the config.json of a DSpark draft says, in each of the layouts that K3 drafts come in, and whether the draft fits its target."""
-import logging
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -8,8 +7,6 @@ from .config import MODEL_TYPE, TEXT_MODEL_TYPE, K3Config, load_json
 from .draft_keys import REQUIRED, Keys
 from .draft_rope import Rope, read_rope
 from .errors import ConfigError
-
-log = logging.getLogger("k3cuda")
 
 MLA, GQA = "mla", "gqa"
 MLA_TYPE, GQA_TYPE, SPECULATORS_TYPE = "k3_dspark", "qwen3", "dspark"
@@ -98,9 +95,13 @@ class DraftConfig:
             keys.problems += _contradictions(cfg) or (misfits(cfg, target) if target else [])
         if keys.problems:
             raise ConfigError(f"{where}: " + "; ".join(keys.problems), "use a DSpark draft that was trained for this target, its config.json unchanged")
-        log.info("draft %s: %s attention, taps of layers %s from the %s stream, block of %d rows, mask id %d", where, cfg.family.upper(),
-                 ", ".join(map(str, cfg.target_layer_ids)), cfg.tap_stream, cfg.block_size, cfg.mask_token_id)
         return cfg
+
+    @property
+    def summary(self) -> str:
+        """What was chosen where shapes cannot tell, for the log."""
+        return (f"{self.family.upper()} attention, taps of layers {', '.join(map(str, self.target_layer_ids))} from the {self.tap_stream} stream, "
+                f"block of {self.block_size} rows, mask id {self.mask_token_id}")
 
     @property
     def max_drafts(self) -> int:

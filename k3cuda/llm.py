@@ -34,11 +34,11 @@ class LLM:
     Args:
         model: the folder of a checkpoint in the released layout, one .safetensors file with its config.json beside it, or "demo";
             also an open checkpoint (runtime/tensor_source.py).
-        draft_model: not supported yet.
+        draft_model: a DSpark draft model for it, named likewise, or "demo-draft" with "demo"; None: no speculation.
         tp: ranks the model is cut into; on the CPU they are virtual ranks in this process.
         decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
         max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.
-        max_batch: requests that run at once, 1 to 64; more are queued.
+        max_batch: requests that run at once, 1 to 64; more are queued. None: 8, or as many as fit one step with their drafts.
         kv_cache_dtype: "auto" (as the activations; "bf16" on a GPU), "f32" (reference only), "bf16" or "fp8_e4m3".
         activation_dtype: "f32", or "bf16" to round where the release does.
         prefix_cache: beginnings of texts whose state is kept, so that prompts that share one don't run it again; each costs what a
@@ -46,6 +46,8 @@ class LLM:
         load_mode: how files are read: "auto", "direct", "buffered" or "mmap" (docs/loading.md).
         load_progress: bytes and time left on stderr while loading; None: if that is a terminal.
         seed: makes the seeds that are drawn for requests without one reproducible, in order of the requests.
+        drafting: with a draft model, options of runtime/drafting.py: num_drafts, draft_rows, acceptance, acceptance_length,
+            draft_sampling, confidence_threshold.
 
     Attributes:
         cfg, tokenizer, generation_config: of the model.
@@ -58,14 +60,14 @@ class LLM:
         OutOfMemory: weights or cache do not fit. DeviceError: the decode backend cannot run here.
     """
 
-    def __init__(self, model="demo", draft_model=None, tp=1, *, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
-                 activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, seed=None):
+    def __init__(self, model="demo", draft_model=None, tp=1, *, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
+                 activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, seed=None, **drafting):
         self._engine = None
         seed = SamplingParams(seed=seed).seed  # the same rules
         start = time.perf_counter()
         opened = open_model(model, draft_model, tp=tp, decode_backend=decode_backend, max_model_len=max_model_len, max_batch=max_batch,
                             kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype, prefix_cache=prefix_cache, load_mode=load_mode,
-                            load_progress=load_progress)
+                            load_progress=load_progress, **drafting)
         self.load_s = time.perf_counter() - start
         self.loading = opened.loading
         self.backend, self.generation_config, self._eos_ids = opened.backend, opened.generation_config, opened.eos_ids

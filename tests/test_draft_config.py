@@ -6,6 +6,7 @@ import pytest
 from drafts import GOLDEN
 from real_config import real_config
 
+from k3cuda import LLM
 from k3cuda.config import K3Config
 from k3cuda.draft_config import DraftConfig
 from k3cuda.draft_weights import cut_weights, draft_bytes, expected_draft_tensors, num_parameters
@@ -91,9 +92,10 @@ def test_ids_that_count_the_embedding_are_shifted():
 
 
 def test_what_was_chosen_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "k3cuda"):
-        read(INFERACT)
-    assert "MLA attention, taps of layers 2, 23, 47, 71, 89 from the prefix stream, block of 7 rows, mask id 163837" in caplog.text
+    with caplog.at_level(logging.INFO, "k3cuda"), LLM("demo", "demo-draft", num_drafts=3):
+        pass
+    assert "draft model demo-draft: MLA attention, taps of layers 2, 4, 7 from the prefix stream, block of 7 rows, mask id 639" in caplog.text
+    assert "3 drafts a step, so 4 rows to verify, from blocks of 7 rows; probabilistic drafts, standard acceptance" in caplog.text
 
 
 def test_bytes_of_one_of_sixteen_ranks():

@@ -163,7 +163,7 @@ def test_seeds(fake):
     ({"tp": 3}, CheckpointError, "1, 2, 4"), ({"max_batch": 65}, UsageError, "from 1 to 64"), ({"max_batch": 0}, UsageError, "max_batch"),
     ({"max_model_len": 0}, UsageError, "max_model_len"), ({"max_model_len": 10**9}, ConfigError, "max_model_len"),
     ({"kv_cache_dtype": "int4"}, UsageError, "auto, f32, bf16, fp8_e4m3"), ({"activation_dtype": "f16"}, UsageError, "f32, bf16"),
-    ({"draft_model": "x"}, UsageError, "draft_model"), ({"seed": -1}, UsageError, "seed: found -1"), ({"model": 3}, UsageError, "model: found int"),
+    ({"draft_model": "x"}, CheckpointError, "no such folder"), ({"seed": -1}, UsageError, "seed: found -1"), ({"model": 3}, UsageError, "model: found int"),
     ({"model": "moonshotai/Kimi-K3"}, CheckpointError, "hf download moonshotai/Kimi-K3 --local-dir Kimi-K3"),
     ({"model": "/no/such/folder"}, CheckpointError, "/no/such/folder")])
 def test_what_cannot_be_opened(arguments, error, words):

@@ -192,8 +192,8 @@ def test_demo():
     assert check("demo", tp=8).findings[0].file == "demo"
 
 
-def test_draft_is_said_to_be_unchecked(pristine):
-    assert any("draft" in note for note in check(pristine, draft="x").notes)
+def test_a_draft_is_checked_with_its_model(pristine):
+    assert any("x" in f.file and "no such folder" in f.found for f in check(pristine, draft="x").findings)
 
 
 def test_nowhere(tmp_path):

@@ -27,7 +27,7 @@ def greedy(name, prompt=(3, 1), **given_):
 
 
 wrongs = st.one_of(st.just(Always()), st.builds(Always, st.integers(0, 6)), st.just(lambda tokens, k: [5] * k))
-drafted = st.fixed_dictionaries({"num_drafts": st.integers(1, 7), "rows": st.sampled_from(["block", "drafts"])})
+drafted = st.fixed_dictionaries({"num_drafts": st.integers(1, 7), "draft_rows": st.sampled_from(["block", "drafts"])})
 
 
 # Text
@@ -99,7 +99,7 @@ def test_the_context_limit_cuts_inside_drafts():
 @pytest.mark.parametrize("k", range(1, 8))
 @pytest.mark.parametrize("rows", ["block", "drafts"])
 def test_an_always_right_draft_commits_k_plus_1_a_step(k, rows):
-    answers, last, engine = run([greedy("r", max_tokens=1 + 5 * (k + 1))], options(k, rows=rows), say=Always())
+    answers, last, engine = run([greedy("r", max_tokens=1 + 5 * (k + 1))], options(k, draft_rows=rows), say=Always())
     assert engine.backend.row_counts == [2] + [k + 1] * 5   # the prompt, then whole steps
     s = last["r"].stats.speculative
     assert (s.k, s.steps, s.proposed, s.accepted, s.acceptance_rate, s.acceptance_length) == (k, 5, 5 * k, 5 * k, 1.0, k + 1)

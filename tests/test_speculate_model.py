@@ -101,7 +101,7 @@ def test_greedy_text_of_500_tokens_is_the_same_bytes_with_any_pattern_of_drafts(
 
 @pytest.mark.parametrize("family, k, rows", [("mla", 1, "drafts"), ("mla", 4, "drafts"), ("mla", 4, "block"), ("gqa", 3, "drafts"), ("gqa", 3, "block"), ("gqa", 7, "block")])
 def test_greedy_text_with_any_draft_and_any_k(family, k, rows):
-    e = engine(drafting(k, family, rows=rows))
+    e = engine(drafting(k, family, draft_rows=rows))
     oracle(e, [right_but(k // 2), None, right, wrong])
     for i in range(4):
         add(e, i, 40)

@@ -102,7 +102,7 @@ def document(output, llm) -> dict:
         "sampling": asdict(output.sampling),
         "timing": {"load_s": llm.load_s, "ttft_s": stats.ttft_s, "decode_s": stats.decode_s, "tpot_ms": stats.tpot_ms,
                    "tok_per_s": stats.tok_per_s},
-        "speculative": None,
+        "speculative": stats.speculative and asdict(stats.speculative),
         "engine": {"version": __version__, "gpu": backend.gpu, "tp": backend.tp, "kv_cache_dtype": backend.kv_cache_dtype,
                    "decode_backend": backend.name},
     }
@@ -130,7 +130,14 @@ def report(output, *, is_seed_drawn: bool = False, is_json: bool = False) -> Non
              f"answer {stats.completion_tokens} tokens" + _rate(stats.tok_per_s)]
     if stats.ttft_s is not None:
         parts.append(f"first after {stats.ttft_s:.2f} s")
+    if stats.speculative and stats.speculative.steps:
+        parts.append(_drafts(stats.speculative))
     log.info("%s", "; ".join([*parts, f"end: {output.finish_reason}", f"peak memory {_peak_memory()}", ", ".join([*used, seed] if seed else used)]))
+
+
+def _drafts(s) -> str:
+    rate = f", {s.acceptance_rate:.0%} of them accepted" if s.proposed else ""
+    return f"{s.acceptance_length:.2f} tokens a verify step with {s.k} draft{'s' * (s.k > 1)}{rate}"
 
 
 def _rate(tokens_per_s: float | None) -> str:

@@ -20,8 +20,7 @@ INVITATION = "> "
 @options.thinking
 @options.sampling
 @options.engine
-def chat(model, system, reasoning_effort, no_think, show_thinking, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, load_mode, no_progress,
-         **sampling):
+def chat(model, system, reasoning_effort, no_think, show_thinking, no_progress, **flags):
     """Talk to a model. Each line is a turn; from a pipe too. End with Ctrl-D.
 
     The whole conversation is sent back each time, with the reasoning in it, as the model was trained. Ctrl-C stops an answer, and at the
@@ -30,7 +29,8 @@ def chat(model, system, reasoning_effort, no_think, show_thinking, tp, max_model
     from ..runtime.sampling import DRAWN_SEED_BITS, SamplingParams
 
     effort = options.effort(reasoning_effort, no_think, model)
-    params = SamplingParams(**options.sampling_arguments(sampling))
+    engine = options.engine_arguments(flags)
+    params = SamplingParams(**options.sampling_arguments(flags))
     if params.seed is None:   # one for the whole conversation, so that one number repeats it
         params = replace(params, seed=secrets.randbits(DRAWN_SEED_BITS))
         if not params.greedy:
@@ -38,8 +38,7 @@ def chat(model, system, reasoning_effort, no_think, show_thinking, tp, max_model
     history = [] if system is None else [{"role": "system", "content": system}]
     result, interactive = Result(), is_terminal(sys.stdin) and is_terminal(sys.stderr)
     thinking = is_terminal(sys.stdout) and is_terminal(sys.stderr) if show_thinking is None else show_thinking
-    with open_llm(model, not no_progress, tp=tp, max_model_len=max_model_len, max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
-                  decode_backend=decode_backend, load_mode=load_mode) as llm:
+    with open_llm(model, not no_progress, **engine) as llm:
         if interactive:
             say("Ctrl-D ends, Ctrl-C stops an answer")
         while (line := _next_line(interactive)) is not None:

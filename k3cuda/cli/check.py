@@ -15,7 +15,7 @@ from .output import Result
     options.flag("--hash-manifest", metavar="FILE", help="Record of the hashes.  [default: in the cache folder]"),
     options.flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress of --hash."),
     options.flag("--json", is_flag=True, help="One JSON document."), options.OUTPUT, *options.DRAFT)
-def check(model, tp, hashed, hash_manifest, no_progress, json, output):
+def check(model, tp, hashed, hash_manifest, no_progress, json, output, draft_model, num_speculative_tokens):
     """Look for everything that is wrong with a model before it is loaded.
 
     Exit code 0: nothing; 3: files missing, damaged or not matching; 4: not enough memory and nothing else.
@@ -26,7 +26,9 @@ def check(model, tp, hashed, hash_manifest, no_progress, json, output):
     if hash_manifest and not hashed:
         raise UsageError("--hash-manifest without --hash records nothing", "add --hash")
     result = Result(output)
-    report = preflight.check(model, tp=tp)
+    if num_speculative_tokens is not None and draft_model is None:
+        raise UsageError(f"--num-speculative-tokens: found {num_speculative_tokens}, but there is no draft model", "give one with it, or leave it out")
+    report = preflight.check(model, tp=tp, draft=draft_model, num_drafts=num_speculative_tokens)
     if hashed:
         add_hashes(report, hash_manifest, not no_progress and shows_progress())
     if json:

@@ -27,7 +27,7 @@ from .prompts import read_prompt
     options.flag("--jsonl", is_flag=True, help="A JSON object for the start, each step and the end."), options.OUTPUT)
 @options.engine
 def generate(model, prompt, file, raw, system, reasoning_effort, no_think, messages, tools, show_thinking, logprobs, stream, json,
-             jsonl, output, tp, max_model_len, max_batch, kv_cache_dtype, decode_backend, load_mode, no_progress, **sampling):
+             jsonl, output, no_progress, **flags):
     """Answer one prompt.
 
     The prompt comes from -p, -f, --messages or a pipe. It is rendered as a chat unless --raw is given.
@@ -37,14 +37,13 @@ def generate(model, prompt, file, raw, system, reasoning_effort, no_think, messa
 
     _refuse_contradictions(raw, reasoning_effort, no_think, logprobs, stream, json, jsonl, show_thinking)
     effort = options.effort(reasoning_effort, no_think, model)
-    params = SamplingParams(**options.sampling_arguments(sampling), logprobs=logprobs)
+    engine = options.engine_arguments(flags)
+    params = SamplingParams(**options.sampling_arguments(flags), logprobs=logprobs)
     result = Result(output)
     source = read_prompt(prompt, file, raw=raw, system=system, messages=messages, tools=tools)
     if not raw:
         render(source.messages, source.tools)   # what cannot be rendered is told before a model is loaded
-    llm = open_llm(model, not no_progress, tp=tp, max_model_len=max_model_len, max_batch=max_batch, kv_cache_dtype=kv_cache_dtype,
-                   decode_backend=decode_backend, load_mode=load_mode)
-    with llm:
+    with open_llm(model, not no_progress, **engine) as llm:
         if json or jsonl:
             view = Json(result, llm, model, jsonl)
         else:

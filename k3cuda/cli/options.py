@@ -1,5 +1,6 @@
 """The flags, each once. Aliases are accepted and not shown; every flag has a variable K3CUDA_<COMMAND>_<FLAG>."""
 import functools
+import json
 
 import click
 
@@ -93,6 +94,10 @@ class Command(click.Command):
         self.params += [Option(declarations, **rest) for declarations, rest in LOG_FLAGS]
 
     def invoke(self, ctx):
+        for name, value in ctx.meta.get(_SPECULATIVE, {}).items():
+            if ctx.params[name] not in (None, value):
+                raise click.UsageError(f"--speculative-config: {name} {value!r:.60} beside {ctx.params[name]!r:.60}; give one of them", ctx)
+            ctx.params[name] = value
         output.configure_logging(*(ctx.params.pop(name) for name in ("log_level", "quiet", "verbose", "log_format")))
         if ctx.obj:   # what the group had to say before there was a log
             output.log.warning(ctx.obj)
@@ -157,10 +162,40 @@ sampling = flags(
 )
 
 TP_ALIASES = ["--tensor-parallel-size", "-tp", "--tp-size"]
+_SPECULATIVE = "k3cuda.speculative_config"   # where its two values wait in click's context until all flags are read
+
+
+def _speculative_config(ctx, option, value):
+    """What users of vLLM write: a JSON object with exactly method, model and num_speculative_tokens."""
+    if value is None or ctx.resilient_parsing:
+        return
+    try:
+        found = json.loads(value)
+    except ValueError as e:
+        raise click.UsageError(f"{option.opts[0]}: no JSON ({e})", ctx) from e
+    wanted = {"method", "model", "num_speculative_tokens"}
+    if not isinstance(found, dict) or set(found) != wanted:
+        other = sorted(set(found) ^ wanted)[0] if isinstance(found, dict) else type(found).__name__
+        raise click.UsageError(f"{option.opts[0]}: {other!r:.60} is missing or unknown, wanted exactly {', '.join(sorted(wanted))}", ctx)
+    if found["method"] != "dspark":
+        raise click.UsageError(f"{option.opts[0]}: method: found {found['method']!r:.60}, wanted 'dspark'", ctx)
+    ctx.meta[_SPECULATIVE] = {"draft_model": found["model"], "num_speculative_tokens": found["num_speculative_tokens"]}
+
+
 DRAFT = (
-    flag("--draft-model", cls=NotYet, what="speculation", aliases=["--speculative-draft-model-path", "-md"], envvar="K3CUDA_DRAFT_MODEL"),
-    flag("--num-speculative-tokens", "-k", cls=NotYet, what="speculation", aliases=["--speculative-num-draft-tokens", "--draft"]),
-    flag("--speculative-config", cls=NotYet, what="speculation"),
+    flag("--draft-model", metavar="PATH", aliases=["--speculative-draft-model-path", "-md"], envvar="K3CUDA_DRAFT_MODEL",
+         help="DSpark draft model: folder or file, or 'demo-draft'.  [default: no speculation]"),
+    flag("--num-speculative-tokens", "-k", type=click.IntRange(min=1), metavar="N",
+         aliases=["--speculative-num-draft-tokens", "--draft-tokens", "--draft"],
+         help="Tokens proposed a step; one more position is verified.  [default: the draft's block]"),
+    flag("--speculative-config", hidden=True, expose_value=False, callback=_speculative_config),
+)
+_DRAFTING = (
+    flag("--acceptance", metavar="RULE", help="standard, block or synthetic.  [default: standard]"),
+    flag("--acceptance-length", type=float, metavar="L", help="Synthetic acceptance of L tokens a step, for timing: the text means nothing."),
+    flag("--draft-sampling", metavar="HOW", help="probabilistic or greedy.  [default: probabilistic]"),
+    flag("--draft-rows", metavar="WIDTH", help="Rows the draft computes: block or drafts.  [default: block]"),
+    flag("--confidence-threshold", type=float, metavar="P", help="Verify drafts before the first that is less sure.  [default: all]"),
 )
 _ENGINE = (
     flag("--tp", type=click.IntRange(min=1), default=1, metavar="N", aliases=TP_ALIASES,
@@ -173,12 +208,19 @@ _ENGINE = (
     flag("--decode-backend", default="auto", metavar="NAME", aliases=["--decode-attention-backend", "--attention-backend"],
           help="What runs the decode step; an unknown name lists them.  [default: auto]"),
     flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress while loading."),
-    *DRAFT,
+    *DRAFT, *_DRAFTING,
     flag("--load-mode", default="auto", metavar="NAME", aliases=["--load-format"], help="How files are read: auto, direct, buffered or mmap.  [default: auto]"),
     flag("--gpu-memory-utilization", cls=NotYet, what="a GPU memory budget",
           aliases=["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]),
 )
 engine = flags(*_ENGINE)
+_ENGINE_NAMES = ("tp", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",
+                 "draft_sampling", "draft_rows", "confidence_threshold")
+
+
+def engine_arguments(flags: dict) -> dict:
+    """Takes the flags of `engine` that say how a model is opened out of `flags`, under the names of `k3cuda.LLM`."""
+    return {name: flags.pop(name) for name in _ENGINE_NAMES} | {"num_drafts": flags.pop("num_speculative_tokens")}
 
 
 def server_engine(max_batch: int):

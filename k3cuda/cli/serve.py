@@ -66,7 +66,7 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefi
         raise UsageError(f"serve needs the package {e.name}, which is not installed", "pip install 'k3cuda[serve]'") from e
     from ..serve.http import Limits
 
-    effort = options.effort(reasoning_effort, False, model)
+    effort, engine = options.effort(reasoning_effort, False, model), options.engine_arguments(engine)
     if no_enable_prefix_caching:
         prefix_cache = 0
     elif prefix_cache is None:

@@ -5,7 +5,7 @@ from ..weights import Weight
 from .made_config import made_config
 from .made_model import MadeCheckpoint
 
-DEMO = "demo"  # what users call it
+DEMO, DEMO_DRAFT = "demo", "demo-draft"  # what users call them
 _HEAD_SCALE = 4  # logits spread so that a choice is likely to be one of the tokens kept below
 
 
@@ -26,6 +26,16 @@ class DemoCheckpoint(MadeCheckpoint):
         tokenizer = self.tokenizer()
         text = [i for i in range(tokenizer.vocab_size) if (b := tokenizer.token_bytes(i)) and b.isascii() and b.decode().isprintable()]
         return text + list(self.cfg.eos_token_id)
+
+
+def open_demo_draft():
+    """A draft for the demo model: two layers, the target's embedding and head. Random too, so few of its drafts are accepted."""
+    from .made_draft import MadeDraft, made_draft_json
+
+    cfg = open_demo().cfg
+    draft = MadeDraft(made_draft_json(cfg), cfg)
+    draft.path = DEMO_DRAFT
+    return draft
 
 
 def open_demo() -> DemoCheckpoint:

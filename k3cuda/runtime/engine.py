@@ -73,7 +73,7 @@ class Engine:
         # Tokens of prompt and answer together.
         spare = backend.drafting.spare_positions if backend.drafting else 0
         self.context = min(backend.max_model_len, backend.num_pages * PAGE_SIZE - spare)
-        self._speculator = Speculator(backend) if backend.drafting else None
+        self._speculator = Speculator(backend, backend.num_slots - prefix_cache) if backend.drafting else None
         self.by_hand = ByHand(backend, self.scheduler, self.context)
         self._sequences: dict[str, Sequence] = {}
         self._due: list[Event] = []  # made, not yet returned by step

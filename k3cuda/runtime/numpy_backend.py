@@ -34,7 +34,7 @@ class NumpyBackend:
         drafting: a draft model and how it is used; None: no speculation.
         loading: how the weights are read.
     Raises:
-        ConfigError: the model or its draft cannot be cut over `tp` ranks. UsageError: a max_batch too large for the drafts.
+        ConfigError: the model or its draft cannot be cut over `tp` ranks.
         OutOfMemory: the cache does not fit; the message names the longest that would.
     """
 
@@ -47,8 +47,6 @@ class NumpyBackend:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown", f"use auto, {', '.join(CACHE_ROUNDING)}")
         self.cfg, self.tp, self.num_slots, self.max_rows = checkpoint.cfg, tp, max_batch, DECODE_ROWS
         self.drafting = drafting
-        if drafting:
-            drafting.check_batch(max_batch)
         self.plan: Plan = build_plan(self.cfg, tp, drafting and drafting.taps)
         self.kv_cache_dtype = activation_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         self.max_model_len = _fitting_length(self.cfg, max_batch, max_model_len, drafting)

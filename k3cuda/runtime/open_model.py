@@ -5,9 +5,12 @@ import re
 from dataclasses import dataclass
 
 from ..config import DECODE_ROWS, token_ids
+from ..draft_config import misfits
 from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
 from .backend import Backend
 from .block_reader import AUTO, MODES
+from .draft_checkpoint import DraftCheckpoint, DraftTensors
+from .drafting import SYNTHETIC, Drafting, check_options
 from .loading import Loading
 from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
 
@@ -15,6 +18,7 @@ log = logging.getLogger("k3cuda")
 
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "fp8_e4m3")
 ACTIVATION_DTYPES = ("f32", "bf16")
+DEFAULT_BATCH = 8
 _ALIASES = {"ref": REFERENCE, "fp8": "fp8_e4m3", "bfloat16": "bf16", "float32": "f32"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -41,29 +45,39 @@ class Model:
     loading: Loading | None = None
 
 
-def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_model_len=None, max_batch=8, kv_cache_dtype="auto",
-               activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None) -> Model:
-    """Arguments and errors of `k3cuda.LLM`."""
+def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
+               activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, **drafting) -> Model:
+    """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open."""
     chosen = _choose_backend(decode_backend, activation_dtype)
     kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
     for name, value, most in (("tp", tp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
         _check_count(name, value, most)
-    if not isinstance(prefix_cache, int) or isinstance(prefix_cache, bool) or not 0 <= prefix_cache <= DECODE_ROWS - max_batch:
-        raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {DECODE_ROWS - max_batch}, "
-                         f"which with max_batch makes {DECODE_ROWS}")
+    most = DECODE_ROWS - (max_batch or DEFAULT_BATCH)
+    if not isinstance(prefix_cache, int) or isinstance(prefix_cache, bool) or not 0 <= prefix_cache <= most:
+        raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {most}, which with max_batch makes {DECODE_ROWS}")
     loading = Loading(choice("load_mode", load_mode, MODES), load_progress)
-    if draft_model is not None:
-        raise UsageError(f"draft_model: found {str(draft_model)!r}, but this build does not speculate yet", "leave it out")
-    checkpoint = _open_checkpoint(model, tp, is_reference=chosen == REFERENCE)
+    drafting = check_options(drafting, draft_model is not None)
+    if draft_model is not None and chosen != REFERENCE:
+        raise UsageError(f"draft_model: found {str(draft_model)!r:.80} with decode_backend {chosen!r}, which cannot draft in this version",
+                         f"leave it out, or use {REFERENCE!r}")
+    checkpoint, draft = _open_checkpoints(model, draft_model, tp, chosen == REFERENCE)
     try:
+        drafting = Drafting(draft, **drafting) if draft else None
+        max_batch = max_batch or min(DEFAULT_BATCH, drafting.max_batch if drafting else DEFAULT_BATCH)
+        if drafting:
+            drafting.check_batch(max_batch)
         eos_ids = _eos_ids(checkpoint)
         tokenizer, no_tokenizer = _tokenizer(checkpoint)
         options = {"tp": tp, "max_batch": max_batch + prefix_cache, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype, "loading": loading}
-        backend = _cuda(checkpoint, options) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype)
+        backend = _cuda(checkpoint, options) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype, drafting)
     finally:
-        if checkpoint is not model:
-            checkpoint.close()
+        for opened, given in ((checkpoint, model), (draft, draft_model)):
+            if opened is not given:
+                opened.close()
+    if drafting:
+        log.info("draft model %s: %s", draft.path or "in memory", draft.cfg.summary)
+        log.log(logging.WARNING if drafting.acceptance == SYNTHETIC else logging.INFO, "%s", drafting)
     if backend.kv_cache_dtype == "fp8_e4m3":
         log.info("the checkpoint has no scale for an fp8_e4m3 cache: 1 is used")
     if summary := loading.summary():
@@ -110,10 +124,10 @@ def _choose_backend(decode_backend, activation_dtype) -> str:
     return name
 
 
-def _reference(checkpoint, options: dict, activation_dtype: str) -> Backend:
+def _reference(checkpoint, options: dict, activation_dtype: str, drafting: Drafting | None) -> Backend:
     from .numpy_backend import NumpyBackend
 
-    return NumpyBackend(checkpoint, activation_dtype=activation_dtype, **options)
+    return NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, **options)
 
 
 def _cuda(checkpoint, options: dict) -> Backend:
@@ -123,24 +137,44 @@ def _cuda(checkpoint, options: dict) -> Backend:
 
 
 def _check_count(name: str, value, most: int | None) -> None:
-    if value is None and name == "max_model_len":
+    if value is None and name in ("max_model_len", "max_batch"):
         return
     wanted = "an integer of at least 1" if most is None else f"an integer from 1 to {most}"
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
         raise UsageError(f"{name}: found {value!r:.60}, wanted {wanted}")
 
 
-def _open_checkpoint(model, tp: int, is_reference: bool):
-    from .demo import DEMO
+def _open_checkpoints(model, draft_model, tp: int, is_reference: bool):
+    """The model and its draft model or None, both checked before either is opened."""
+    from .demo import DEMO, DEMO_DRAFT
     from .preflight import check
     from .tensor_source import TensorSource
 
+    _check_place("model", model, TensorSource, DEMO)
+    if draft_model is not None:
+        _check_place("draft_model", draft_model, DraftTensors, DEMO_DRAFT)
+    is_open = isinstance(draft_model, DraftTensors)
     if isinstance(model, TensorSource):
-        return model
-    if not isinstance(model, (str, os.PathLike)):
-        raise UsageError(f"model: found {type(model).__name__}, wanted the folder of a checkpoint, a .safetensors file, or {DEMO!r}")
-    if _HUB_ID.fullmatch(str(model)) and not os.path.exists(model):
-        name = str(model).rpartition("/")[2]
-        raise CheckpointError(f"{model}: found no folder of that name here, wanted a checkpoint on this machine",
-                              f"nothing is downloaded for you: if it is a name on the hub, run `hf download {model} --local-dir {name}` and give {name}")
-    return check(model, tp=tp, is_reference=is_reference).open()
+        found = DraftCheckpoint.open(draft_model, model.cfg) if draft_model is not None and not is_open else draft_model
+        return model, _fitting(found, model)
+    report = check(model, tp=tp, draft=None if is_open else draft_model, is_reference=is_reference)
+    checkpoint = report.open()
+    return checkpoint, _fitting(draft_model, checkpoint) if is_open else None if draft_model is None else report.open_draft()
+
+
+def _fitting(draft: DraftTensors | None, checkpoint) -> DraftTensors | None:
+    if draft is not None and (bad := misfits(draft.cfg, checkpoint.cfg)):
+        raise ConfigError("; ".join(bad), "use a draft of this target")
+    return draft
+
+
+def _check_place(name: str, value, kind: type, made: str) -> None:
+    """Raises where `value` cannot be what a user calls a model on this machine."""
+    if isinstance(value, kind):
+        return
+    if not isinstance(value, (str, os.PathLike)):
+        raise UsageError(f"{name}: found {type(value).__name__}, wanted the folder of a checkpoint, a .safetensors file, or {made!r}")
+    if _HUB_ID.fullmatch(str(value)) and not os.path.exists(value):
+        folder = str(value).rpartition("/")[2]
+        raise CheckpointError(f"{value}: found no folder of that name here, wanted a checkpoint on this machine",
+                              f"nothing is downloaded for you: if it is a name on the hub, run `hf download {value} --local-dir {folder}` and give {folder}")

@@ -4,10 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import K3Config
+from ..draft_config import DraftConfig, misfits
+from ..draft_weights import cut_weights, draft_bytes, num_parameters
 from ..errors import CheckpointError, ConfigError, OutOfMemory
-from ..weights import check_tp, checkpoint_bytes, legal_tps, model_bytes, num_tensors
+from ..weights import check_tp, checkpoint_bytes, legal_cuts, legal_tps, model_bytes, num_tensors
 from .checkpoint import CONFIG, Checkpoint, Survey
-from .demo import DEMO, open_demo
+from .demo import DEMO, DEMO_DRAFT, open_demo, open_demo_draft
+from .draft_checkpoint import DraftCheckpoint, DraftSurvey, DraftTensors
 from .findings import Finding, error_of
 from .machine import host
 from .tensor_source import TensorSource
@@ -30,6 +33,7 @@ class Report:
     facts: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     survey: Survey | None = field(default=None, repr=False)  # None for the demo model
+    draft: DraftSurvey | None = field(default=None, repr=False)  # None without a draft model, and for the demo's
 
     @property
     def ok(self) -> bool:
@@ -45,33 +49,38 @@ class Report:
         self.raise_if_bad()
         return Checkpoint.of(self.survey) if self.survey else open_demo()
 
+    def open_draft(self) -> DraftTensors:
+        """The draft model that was checked, opened likewise."""
+        self.raise_if_bad()
+        return DraftCheckpoint.of(self.draft) if self.draft else open_demo_draft()
+
     def to_dict(self) -> dict:
         return {"path": self.path, "ok": self.ok, "findings": [f.to_dict() for f in self.findings], "facts": self.facts,
                 "notes": self.notes}
 
 
-def check(path, tp: int | None = None, draft=None, is_reference: bool = True) -> Report:
+def check(path, tp: int | None = None, draft=None, is_reference: bool = True, num_drafts: int | None = None) -> Report:
     """Looks at a model without loading it.
 
     Args:
         path: the folder of a checkpoint, one .safetensors file, or "demo".
         tp: number of ranks it shall be cut into; None: not asked.
-        draft: a draft model; not checked yet.
+        draft: a draft model for it: a folder, one .safetensors file, or "demo-draft"; None: no draft.
         is_reference: whether the reference backend shall run it: that one needs the host's memory.
+        num_drafts: tokens the draft shall propose a step; None: not asked.
     """
     report = Report(str(path))
     if str(path) == DEMO:
         cfg, folder = open_demo().cfg, None
     else:
         cfg, folder = _check_files(report, path)
+    drafts = None if draft is None else _check_draft(report, draft, cfg, tp, num_drafts)
     if cfg:
         _add_sizes(report, cfg)
         _check_tp(report, cfg, tp, folder)
-        _check_memory(report, cfg, tp or 1, is_reference)
+        _check_memory(report, cfg, tp or 1, is_reference, drafts)
         if folder:
             _check_tokenizer(report, cfg, folder)
-    if draft is not None:
-        report.notes.append(f"the draft model {draft} was not checked: this version has no check for drafts")
     return report
 
 
@@ -107,11 +116,37 @@ def _check_tp(report: Report, cfg: K3Config, tp: int | None, folder: Path | None
                                        "ask for one of these"))
 
 
-def _check_memory(report: Report, cfg: K3Config, tp: int, is_reference: bool) -> None:
+def _check_draft(report: Report, draft, target: K3Config | None, tp: int | None, num_drafts: int | None) -> DraftConfig | None:
+    """Files and config of a draft model against its target; the config where it can be used."""
+    if str(draft) == DEMO_DRAFT:
+        cfg, where = open_demo_draft().cfg, DEMO_DRAFT
+        problems = misfits(cfg, target) if target else []
+        report.findings += [Finding(where, p, "the demo model as its target", "use a draft of this target") for p in problems]
+    else:
+        report.draft = DraftSurvey(draft, target)
+        report.findings += report.draft.findings
+        cfg, where = report.draft.cfg, str(report.draft.shards.folder / CONFIG)
+    if cfg is None:
+        return None
+    cuts = legal_cuts(cut_weights(cfg), cfg.dims())
+    report.facts["draft"] = {"family": cfg.family, "num_hidden_layers": cfg.num_hidden_layers, "target_layer_ids": list(cfg.target_layer_ids),
+                             "tap_stream": cfg.tap_stream, "block_size": cfg.block_size, "max_drafts": cfg.max_drafts, "mask_token_id": cfg.mask_token_id,
+                             "parameters": num_parameters(cfg), "legal_tp": cuts, "bytes_per_rank": {str(n): draft_bytes(cfg, n) for n in cuts}}
+    if tp is not None and tp not in cuts:
+        report.findings.append(Finding(where, f"a draft model that cannot be cut over {tp} ranks", f"a tp of {', '.join(map(str, cuts))}", "ask for one of these"))
+    if num_drafts is not None and num_drafts > cfg.max_drafts:
+        report.findings.append(Finding(where, f"a block of {cfg.block_size} rows, so at most {cfg.max_drafts} drafts", f"{num_drafts} drafts a step", "ask for fewer"))
+    if target and cfg.max_position_embeddings < target.max_position_embeddings:
+        report.notes.append(f"the draft model's context ends at {cfg.max_position_embeddings:,}, the model's at {target.max_position_embeddings:,}: "
+                            f"speculation stops near position {cfg.max_position_embeddings:,}")
+    return cfg
+
+
+def _check_memory(report: Report, cfg: K3Config, tp: int, is_reference: bool, draft: DraftConfig | None = None) -> None:
     """The reference backend holds every virtual rank in this process; experts are expanded as they are used, so this is the least."""
     ranks = tp if tp in legal_tps(cfg) else 1
     memory = host()
-    needed = model_bytes(cfg, ranks, widened=True) * ranks
+    needed = model_bytes(cfg, ranks, widened=True) * ranks + (draft_bytes(draft, ranks, widened=True) * ranks if draft else 0)
     known = [n for n in (memory["memory_free_bytes"], memory["memory_limit_bytes"]) if n]
     report.facts |= {"reference_memory_bytes": needed, "host_memory_free_bytes": min(known) if known else None}
     if is_reference and known and needed > min(known):

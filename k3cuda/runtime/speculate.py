@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import UsageError
 from .backend import Backend, DraftAsk, Judge, Judged
-from .drafting import GREEDY, SYNTHETIC, Drafting
+from .drafting import GREEDY
 from .sampling import Drawn, SamplingParams
 from .scheduler import Sequence, Work
 
@@ -36,10 +36,14 @@ class Counts:
 
 
 class Speculator:
-    """Speculation over one backend that has a draft model (`backend.drafting`)."""
+    """Speculation over one backend that has a draft model (`backend.drafting`), for at most `max_batch` sequences at a time.
 
-    def __init__(self, backend: Backend):
+    Raises UsageError where these do not fit one step with all their drafts.
+    """
+
+    def __init__(self, backend: Backend, max_batch: int):
         self._backend, self.drafting = backend, backend.drafting
+        self.drafting.check_batch(max_batch)
         self._warned = False
 
     def prepare(self, sequence: Sequence) -> None:
@@ -111,10 +115,3 @@ def kept_rows(work: Work, kept: int, drawn: tuple[Drawn, ...]) -> int:
     if not drawn:
         return work.count
     return work.count - len(work.draft_ids) + kept - 1 if kept else 0
-
-
-def describe(drafting: Drafting) -> str:
-    """One line about how drafts are made and accepted."""
-    length = f" of length {drafting.acceptance_length:g}: THE TEXT MEANS NOTHING" if drafting.acceptance == SYNTHETIC else ""
-    return (f"{drafting.num_drafts} drafts a step, {drafting.num_drafts + 1} rows verified, blocks of {drafting.block_rows} rows, "
-            f"{drafting.draft_sampling} drafts, {drafting.acceptance} acceptance{length}")

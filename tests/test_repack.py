@@ -2,9 +2,15 @@
 import numpy as np
 import pytest
 
+from k3cuda import packing
 from k3cuda.errors import CheckpointError
+from k3cuda.packing import PACKED
+from k3cuda.plan import build_plan
 from k3cuda.reference.mxfp4 import E2M1
 from k3cuda.runtime import repack
+from k3cuda.runtime.cuda_weights import packed_array, packed_bytes
+from k3cuda.runtime.made_config import made_config
+from k3cuda.runtime.made_model import MadeCheckpoint
 
 
 @pytest.mark.parametrize("rows, leaves, steps", [(16, 1, 1), (32, 16, 2), (6, 16, 28), (56, 4, 3), (33, 2, 5)])
@@ -77,3 +83,15 @@ def test_nibble_tables_fill_a_word():
 def test_mxfp4_scale_out_of_range():
     with pytest.raises(CheckpointError, match="scale code is 200, wanted at most 192"):
         repack.pack_mxfp4(np.zeros((16, 16), np.uint8), np.full((16, 1), 200, np.uint8), 1)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 16])
+def test_bytes_of_packed_arrays(tp):
+    """The table of sizes that devices and files are laid out by."""
+    made, seen = MadeCheckpoint(made_config()), set()
+    for op in build_plan(made.cfg, tp).ops:
+        for p in PACKED.get(op.stage.name, ()):
+            array = packed_array(p, made.cfg, tp, lambda name: made.rank_slices(name, op.layer, tp, tp - 1))
+            assert array.nbytes == packed_bytes(p, made.cfg, tp), p
+            seen.add(p.how)
+    assert seen == {packing.TILES, packing.PAIRS, packing.HEADS, packing.HEADS_TURNED, packing.EXPERTS, packing.EXPERT_PAIRS, packing.PLAIN, packing.FOLDED}

@@ -1,4 +1,5 @@
 """The standard decode backend: a kernel a stage, a step one CUDA graph, on one GPU."""
+import functools
 from collections import Counter
 from typing import Sequence
 
@@ -19,6 +20,7 @@ from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import PageTables, RankMemory, fitting_length
 from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
+from .loading import Loading
 from .machine import STANDARD
 from .row_check import RowCheck
 from .sampling import Draw, Drawn
@@ -40,6 +42,7 @@ class CudaBackend:
         ride: stages store into every rank's memory what a collective would move; else collectives are kernels of their own.
         probes: what a benchmark builds into the kernels; with `trace` launches note their times (cuda_trace.py).
         weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
+        loading: how the weights are read.
     Raises:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
@@ -47,7 +50,7 @@ class CudaBackend:
     name, overlaps, drafting = STANDARD, True, None
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
-                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, probes: Probes = NO_PROBES, weights=None):
+                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
@@ -65,7 +68,8 @@ class CudaBackend:
         self._raw_stream = self.stream.__cuda_stream__()[1]
         owned = list(range(tp)) if only_rank is None else [only_rank]
         self._owned, self._utilization = owned, memory_utilization
-        self._weights = [(weights or _upload)(self.plan, source, tp, r) for r in owned]
+        upload = weights or functools.partial(_upload, loading=loading or Loading())
+        self._weights = [upload(self.plan, source, tp, r) for r in owned]
         self._graphs: dict[tuple, object] = {}
         self._kernels: dict[int, BucketKernels] = {}
         self._is_lent = False   # whether a caller has buffers
@@ -274,11 +278,13 @@ def inputs_of(rows: StepRows) -> dict[str, np.ndarray]:
             "row_accepted": np.ones(len(rows), np.uint8)}
 
 
-def _upload(plan: Plan, source, tp: int, rank: int) -> dict:
+def _upload(plan: Plan, source, tp: int, rank: int, loading: Loading) -> dict:
     """(layer, stage) -> packed arrays on the device."""
-    held = {}
+    held, ops = {}, {}
     for op in plan.ops:
-        arrays = cuda_weights.op_arrays(op, source, tp, rank)
-        if arrays:
-            held[op.layer, op.stage.name] = [cupy.asarray(np.ascontiguousarray(a).view(np.uint8).reshape(-1)) for a in arrays]
+        ops.setdefault(op.layer, []).append(op)
+    for unit, slices in loading.slices(source, tp, range(rank, rank + 1)):
+        for op in ops.get(unit.layer, ()):
+            if arrays := cuda_weights.op_arrays(op, source.cfg, tp, lambda name: slices[name][0]):
+                held[op.layer, op.stage.name] = [cupy.asarray(np.ascontiguousarray(a).view(np.uint8).reshape(-1)) for a in arrays]
     return held

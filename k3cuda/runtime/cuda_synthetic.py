@@ -4,21 +4,19 @@ Linears and experts are drawn on the GPU from the same distributions as runtime/
 (norms, decays, convs) is that module's own, tensor for tensor.
 """
 import ctypes
-from math import prod
 from zlib import crc32
 
 import cupy
 import numpy as np
 
 from .. import packing
-from ..config import K3Config
 from ..packing import PACKED, Packed
 from ..plan import Op, Plan
 from ..weights import BY_NAME, rank_bytes
 from . import repack
 from .cuda_driver import Launch, Module
 from .cuda_jit import compile_cuda
-from .cuda_weights import packed_array
+from .cuda_weights import packed_array, packed_bytes
 from .made_model import MadeCheckpoint, scale_byte, value_range
 
 _BLOCKS, _THREADS = 1056, 512
@@ -52,7 +50,7 @@ def _array(p: Packed, op: Op, made: MadeCheckpoint, tp: int, rank: int, filler: 
     cfg, weight = made.cfg, BY_NAME[p.sources[0]]
     small = rank_bytes(weight, cfg.dims(), 1) <= _HOST_BYTES
     if p.how == packing.FOLDED or (p.how == packing.PLAIN and small):
-        return cupy.asarray(np.ascontiguousarray(packed_array(p, op, made, tp, rank)).view(np.uint8).reshape(-1))
+        return cupy.asarray(np.ascontiguousarray(packed_array(p, cfg, tp, lambda name: made.rank_slices(name, op.layer, tp, rank))).view(np.uint8).reshape(-1))
     draw = ctypes.c_uint(crc32(f"{seed} {rank} {op.layer} {p.name}".encode()))
     nbytes = packed_bytes(p, cfg, tp)
     array = cupy.empty(nbytes, cupy.uint8)
@@ -65,27 +63,3 @@ def _array(p: Packed, op: Op, made: MadeCheckpoint, tp: int, rank: int, filler: 
         low, high = value_range(weight, cfg.dims())
         filler.run("fill_bf16", array, nbytes // 2, draw, ctypes.c_float(low), ctypes.c_float(high))
     return array
-
-
-def packed_bytes(p: Packed, cfg: K3Config, tp: int) -> int:
-    """Bytes of a packed array on one rank, padding to whole tiles included."""
-    dims = cfg.dims()
-    if p.how in (packing.PLAIN, packing.FOLDED):
-        return rank_bytes(BY_NAME[p.sources[0]], dims, tp) * (2 if p.how == packing.FOLDED else 1)
-    if p.how in (packing.HEADS, packing.HEADS_TURNED):
-        rows, k = (cfg.v_head_dim, cfg.kv_lora_rank) if p.how == packing.HEADS else (cfg.kv_lora_rank, cfg.qk_nope_head_dim)
-        return cfg.num_attention_heads // tp * _tiled(rows, k)
-    total = 0
-    for name in p.sources:
-        w = BY_NAME[name]
-        rows, k = (dims[n] // (tp if w.cut.axis == i else 1) for i, n in enumerate(w.shape))
-        if w.mxfp4:
-            leaves, groups = packing.leaves_and_steps(name, cfg, tp)
-            total += cfg.num_experts * repack.tiles_of(rows) * leaves * repack.leaf_bytes(groups)
-        else:
-            total += _tiled(rows, k)
-    return total
-
-
-def _tiled(rows: int, k: int) -> int:
-    return prod((repack.tiles_of(rows), repack.TILE_ROWS, k)) * 2

@@ -1,4 +1,6 @@
 """A rank's checkpoint slices as the arrays its kernels read, on the host; cuda_memory.py uploads them."""
+from math import prod
+
 import ml_dtypes
 import numpy as np
 
@@ -6,20 +8,17 @@ from .. import packing
 from ..config import K3Config
 from ..packing import PACKED, Packed
 from ..plan import Op
-from .repack import join, pack_bf16, pack_mxfp4
+from ..weights import BY_NAME, rank_bytes
+from .repack import TILE_ROWS, join, leaf_bytes, pack_bf16, pack_mxfp4, tiles_of
 
 
-def op_arrays(op: Op, source, tp: int, rank: int) -> list[np.ndarray]:
-    """The packed arrays of one operation in the order of `OpArgs.w`; `source` is a runtime/tensor_source.py."""
-    return [packed_array(p, op, source, tp, rank) for p in PACKED.get(op.stage.name, ())]
+def op_arrays(op: Op, cfg: K3Config, tp: int, read) -> list[np.ndarray]:
+    """The packed arrays of one operation on one of `tp` ranks, in the order of `OpArgs.w`."""
+    return [packed_array(p, cfg, tp, read) for p in PACKED.get(op.stage.name, ())]
 
 
-def packed_array(p: Packed, op: Op, source, tp: int, rank: int) -> np.ndarray:
-    layer, cfg = op.layer, source.cfg
-
-    def read(name):
-        return np.ascontiguousarray(source.rank_slices(name, layer, tp, rank))
-
+def packed_array(p: Packed, cfg: K3Config, tp: int, read) -> np.ndarray:
+    """One packed array; `read` gives the rank's slice of a weight by its name: [(experts,) rows, columns]."""
     if p.how == packing.PLAIN:
         return read(p.sources[0])
     if p.how == packing.FOLDED:
@@ -50,3 +49,27 @@ def _heads(p: Packed, kv_b: np.ndarray, cfg: K3Config) -> np.ndarray:
     matrices = keys.swapaxes(1, 2) if p.how == packing.HEADS_TURNED else values
     leaves, _ = packing.inputs_leaves_and_steps(matrices.shape[2])
     return np.stack([pack_bf16(np.ascontiguousarray(x), leaves) for x in matrices])
+
+
+def packed_bytes(p: Packed, cfg: K3Config, tp: int) -> int:
+    """Bytes of a packed array on one rank, padding to whole tiles included."""
+    dims = cfg.dims()
+    if p.how in (packing.PLAIN, packing.FOLDED):
+        return rank_bytes(BY_NAME[p.sources[0]], dims, tp) * (2 if p.how == packing.FOLDED else 1)
+    if p.how in (packing.HEADS, packing.HEADS_TURNED):
+        rows, k = (cfg.v_head_dim, cfg.kv_lora_rank) if p.how == packing.HEADS else (cfg.kv_lora_rank, cfg.qk_nope_head_dim)
+        return cfg.num_attention_heads // tp * _tiled(rows, k)
+    total = 0
+    for name in p.sources:
+        w = BY_NAME[name]
+        rows, k = (dims[n] // (tp if w.cut.axis == i else 1) for i, n in enumerate(w.shape))
+        if w.mxfp4:
+            leaves, groups = packing.leaves_and_steps(name, cfg, tp)
+            total += cfg.num_experts * tiles_of(rows) * leaves * leaf_bytes(groups)
+        else:
+            total += _tiled(rows, k)
+    return total
+
+
+def _tiled(rows: int, k: int) -> int:
+    return prod((tiles_of(rows), TILE_ROWS, k)) * 2

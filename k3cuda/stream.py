@@ -18,6 +18,11 @@ class Stream:
             self._advance()
         return self._collector.chunks.popleft()
 
+    @property
+    def output(self):
+        """The whole answer once it has ended, also while chunks of it wait to be handed out; None before."""
+        return self._collector.output
+
     def _advance(self) -> None:
         llm = self._llm
         with llm._exclusive():

@@ -14,7 +14,7 @@ from k3cuda.runtime.write_checkpoint import write_checkpoint
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-NOT_HERE = {"bench", "compile", "serve"}   # the first needs a GPU, the second minutes, the third has no end: these two have tests of their own
+NOT_HERE = {"bench", "compile", "serve", "eval"}   # these need a GPU, minutes, a signal and a file: all but the first have tests of their own
 
 
 def options(command, name):
@@ -93,6 +93,20 @@ def test_fields_of_documents(name, args, code):
         found["variables"], found["driver"]["gpus"] = {}, []
     if name == "check":
         found["facts"]["bytes_per_rank"] = {"1": found["facts"]["bytes_per_rank"]["1"]}
+    assert keys(shown) == keys(found)
+
+
+def test_the_command_and_fields_of_an_evaluation(tmp_path):
+    guide = (ROOT / "docs/eval.md").read_text(encoding="utf-8")
+    (tmp_path / "questions.jsonl").write_text(re.findall(r"```json\n(.*?)```", guide, re.S)[0].splitlines()[0])
+    first, second = (shlex.split(block)[1:] for block in re.findall(r"```sh\n(.*?)```", guide, re.S))
+    k3(*first, "-n", "2", cwd=tmp_path)
+    found = k3_json(*second, "-n", "2", "--json", cwd=tmp_path)
+    shown = json.loads(re.findall(r"```json eval\n(.*?)```", PAGE, re.S)[0])
+    assert found["setup"].pop("sampling").keys() > shown["setup"].pop("sampling").keys()
+    assert found["comparison"]["differs"] == ["draft"] and found["setup"].pop("draft")["draft_model"] == "demo-draft"
+    assert shown["setup"].pop("draft") is None and found["acceptance_length"] >= 1
+    shown["comparison"]["changed"] = []
     assert keys(shown) == keys(found)
 
 

@@ -6,6 +6,7 @@ from .bench import bench
 from .chat import chat
 from .check import check
 from .compile import compile
+from .eval import evaluate
 from .generate import generate
 from .group import Group
 from .info import info
@@ -28,5 +29,5 @@ def main():
     """
 
 
-for command in (generate, chat, serve, tokenize, info, check, plan, compile, bench):
+for command in (generate, chat, serve, tokenize, info, check, plan, compile, bench, evaluate):
     main.add_command(command)

@@ -75,6 +75,7 @@ def flag(*declarations, **attributes):
     return declarations, attributes
 
 
+MODEL = flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL", help="Checkpoint folder or file, or 'demo'.")
 OUTPUT = flag("--output", metavar="FILE", help="Write the result there instead of stdout.")
 LOG_FLAGS = (
     flag("--quiet", "-q", is_flag=True, aliases=["--log-disable"], help="Errors only on stderr."),
@@ -108,20 +109,36 @@ def model(default: str | None = None):
     """MODEL, as an argument or by flag or variable; the command gets one `model`."""
     def decorate(command):
         @click.argument("model_argument", metavar="[MODEL]", required=False)
-        @flags(flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL",
-                      help="Checkpoint folder or file, or 'demo'." + (f"  [default: {default}]" if default else "")))
+        @flags((MODEL[0], MODEL[1] | {"help": MODEL[1]["help"] + (f"  [default: {default}]" if default else "")}))
         @click.pass_context
         @functools.wraps(command)
         def run(ctx, *args, model, model_argument, **kwargs):
-            by_flag = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
-            if by_flag and model_argument is not None and model != model_argument:
-                raise click.UsageError(f"two models: {model_argument!r} and --model {model!r}; give one", ctx)
-            chosen = model if model_argument is None else model_argument
-            if not (chosen or default):
-                raise click.UsageError("no model; give the folder of a checkpoint, or 'demo', or set K3CUDA_MODEL", ctx)
-            return command(*args, model=chosen or default, **kwargs)
+            return command(*args, model=_one_model(ctx, model, model_argument, default), **kwargs)
         return run
     return decorate
+
+
+def model_and_file(command):
+    """MODEL as `model` takes it, and a FILE behind it: a single word is the file."""
+    @click.argument("words", metavar="[MODEL] FILE", nargs=-1, required=True)
+    @flags(MODEL)
+    @click.pass_context
+    @functools.wraps(command)
+    def run(ctx, *args, model, words, **kwargs):
+        if len(words) > 2:
+            raise click.UsageError(f"found {len(words)} words, wanted [MODEL] FILE", ctx)
+        return command(*args, model=_one_model(ctx, model, words[0] if len(words) == 2 else None, None), file=words[-1], **kwargs)
+    return run
+
+
+def _one_model(ctx, by_flag: str | None, argument: str | None, default: str | None) -> str:
+    is_flag = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
+    if is_flag and argument is not None and by_flag != argument:
+        raise click.UsageError(f"two models: {argument!r} and --model {by_flag!r}; give one", ctx)
+    chosen = by_flag if argument is None else argument
+    if not (chosen or default):
+        raise click.UsageError("no model; give the folder of a checkpoint, or 'demo', or set K3CUDA_MODEL", ctx)
+    return chosen or default
 
 
 prompt = flags(

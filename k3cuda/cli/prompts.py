@@ -59,11 +59,12 @@ def read_text(prompt, file, *, whole: bool) -> str:
     if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise UsageError("no prompt", "give text with -p, a file with -f, or a pipe")
     source = STDIN if prompt == STDIN or file is None else file
-    text = _decoded(source)
+    text = read_file(source)
     return text if whole else text.removesuffix("\n").removesuffix("\r")
 
 
-def _decoded(source: str) -> str:
+def read_file(source: str) -> str:
+    """The text of a file, or of stdin for "-". UsageError where it can't be read or is no UTF-8."""
     name = "stdin" if source == STDIN else source
     try:
         if source == STDIN:
@@ -82,7 +83,7 @@ def _decoded(source: str) -> str:
 def _read_json(source: str):
     name = "stdin" if source == STDIN else source
     try:
-        return json.loads(_decoded(source))
+        return json.loads(read_file(source))
     except (ValueError, RecursionError) as e:
         raise UsageError(f"{name}: no JSON ({e})") from e
 

@@ -11,11 +11,11 @@ from .output import Result
 @options.model()
 @options.flags(
     options.flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=options.TP_ALIASES, help="Check that the model can be cut over so many ranks."),
-    options.flag("--hash", "hashed", is_flag=True, help="Read every file whole and compare its SHA-256; an interrupted run is taken up again."),
+    options.flag("--hash", is_flag=True, help="Read every file whole and compare its SHA-256; an interrupted run is taken up again."),
     options.flag("--hash-manifest", metavar="FILE", help="Record of the hashes.  [default: in the cache folder]"),
     options.flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress of --hash."),
     options.flag("--json", is_flag=True, help="One JSON document."), options.OUTPUT, *options.DRAFT)
-def check(model, tp, hashed, hash_manifest, no_progress, json, output, draft_model, num_speculative_tokens):
+def check(model, tp, hash, hash_manifest, no_progress, json, output, draft_model, num_speculative_tokens):
     """Look for everything that is wrong with a model before it is loaded.
 
     Exit code 0: nothing; 3: files missing, damaged or not matching; 4: not enough memory and nothing else.
@@ -23,13 +23,13 @@ def check(model, tp, hashed, hash_manifest, no_progress, json, output, draft_mod
     from ..runtime import preflight
     from ..runtime.hash_check import add_hashes
 
-    if hash_manifest and not hashed:
+    if hash_manifest and not hash:
         raise UsageError("--hash-manifest without --hash records nothing", "add --hash")
     result = Result(output)
     if num_speculative_tokens is not None and draft_model is None:
         raise UsageError(f"--num-speculative-tokens: found {num_speculative_tokens}, but there is no draft model", "give one with it, or leave it out")
     report = preflight.check(model, tp=tp, draft=draft_model, num_drafts=num_speculative_tokens)
-    if hashed:
+    if hash:
         add_hashes(report, hash_manifest, not no_progress and shows_progress())
     if json:
         result.document(report.to_dict(), indent=2)

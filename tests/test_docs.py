@@ -100,8 +100,8 @@ def test_the_command_and_fields_of_an_evaluation(tmp_path):
     guide = (ROOT / "docs/eval.md").read_text(encoding="utf-8")
     (tmp_path / "questions.jsonl").write_text(re.findall(r"```json\n(.*?)```", guide, re.S)[0].splitlines()[0])
     first, second = (shlex.split(block)[1:] for block in re.findall(r"```sh\n(.*?)```", guide, re.S))
-    k3(*first, "-n", "2", cwd=tmp_path)
-    found = k3_json(*second, "-n", "2", "--json", cwd=tmp_path)
+    k3(*first, "-n", "5", cwd=tmp_path)
+    found = k3_json(*second, "-n", "5", "--json", cwd=tmp_path)
     shown = json.loads(re.findall(r"```json eval\n(.*?)```", PAGE, re.S)[0])
     assert found["setup"].pop("sampling").keys() > shown["setup"].pop("sampling").keys()
     assert found["comparison"]["differs"] == ["draft"] and found["setup"].pop("draft")["draft_model"] == "demo-draft"

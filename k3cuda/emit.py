@@ -85,11 +85,10 @@ def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[
     if stage.moves:
         alone = not ride or wide and any(m.how == STACK for m in stage.moves)
         return ((stage.name, 0),) if alone else ()
-    sliced = packing.SLICED | (set() if _moe_rows(plan, rows) == rows else packing.MOE_KERNELS)
     names = packing.WIDE_KERNELS.get(stage.name) if wide else None
     out, group = [], []
     for name in names or packing.KERNELS.get(stage.name, (stage.name,)):
-        if wide and name in sliced:
+        if wide and name in packing.SLICED:
             group.append(name)   # neighbours take turns: what passes between them is of one slice
             continue
         out += [(name, 0), (name + SUM, 0)] if wide and name in packing.PRODUCTS else [(name, 0)]
@@ -105,25 +104,20 @@ def work_bytes(plan: Plan) -> dict[str, int]:
     """Work space in the arena that passes between kernels and is no buffer of the description: name -> bytes."""
     cfg, dims = plan.cfg, _dims(plan)
     items = MAX_ROWS * cfg.num_experts_per_token
-    lists = MAX_ROWS // DECODE_ROWS   # one a slice, at most
     kda = 4 * MAX_ROWS * dims["kda_dim"] // plan.tp
-    return {"expert_list": 8 * lists + 4 * (items + lists) + 2 * items, "mla_info": 16 * DECODE_ROWS, "mla_next": 4,
+    return {"expert_list": 8 + 4 * (items + 1) + 2 * items, "mla_info": 16 * DECODE_ROWS, "mla_next": 4,
             "kda_q": kda, "kda_fade": kda, "kda_o": kda, "product_work": max(_leaf_sums(plan).values())}
 
 
 def _leaf_sums(plan: Plan) -> dict[str, int]:
-    """Bytes of the leaf sums of a widest step, F32, by product (kernels_cu/wide_core.cuh)."""
-    dims, out = plan.cfg.dims(), {}
+    """Bytes of what a widest step keeps of a product before the last sum, F32: leaf sums (wide_core.cuh), results of items (expert_wide.cuh)."""
+    cfg, dims = plan.cfg, plan.cfg.dims()
+    leaves, _ = packing.leaves_and_steps("expert_w2", cfg, plan.tp)
+    out = {"expert_w2": leaves * MAX_ROWS * cfg.num_experts_per_token * cfg.routed_expert_hidden_size * 4}
     for p in (p for group in PACKED.values() for p in group if p.how in (packing.TILES, packing.PAIRS)):
         rows = [dims[w.shape[0]] // (plan.tp if w.cut and w.cut.axis == 0 else 1) for w in map(WEIGHT.get, p.sources)]
-        out[p.name] = packing.leaves_and_steps(p.sources[-1], plan.cfg, plan.tp)[0] * sum(-(-n // 16) * 16 for n in rows) * MAX_ROWS * 4
+        out[p.name] = packing.leaves_and_steps(p.sources[-1], cfg, plan.tp)[0] * sum(-(-n // 16) * 16 for n in rows) * MAX_ROWS * 4
     return out | {"lm_head": 0}
-
-
-def _moe_rows(plan: Plan, rows: int) -> int:
-    """Rows of a step that walk the experts together: sums of every leaf of a rank stay in shared memory."""
-    leaves, _ = packing.leaves_and_steps("expert_w2", plan.cfg, plan.tp)
-    return rows if leaves <= 4 else min(rows, DECODE_ROWS)
 
 
 def _dims(plan: Plan) -> dict[str, int]:
@@ -150,7 +144,7 @@ def _config(plan: Plan, rows: int, kv: str, sms: int, forced_experts: int) -> st
     sizes = cfg.dims() | {"max_rows": MAX_ROWS, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
     lines += [f"constexpr int {camel(n)} = {v};" for n, v in sizes.items()]
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms}, kMlaWorkColumns = {MLA_WORK_COLUMNS};",
-              f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)}, kMoeRows = {_moe_rows(plan, rows)};",
+              f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
               f"constexpr int kParts = {1 if rows > DECODE_ROWS else tp};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted({b.shape[b.cut] for b in BUFFERS if b.cut is not None} | {"mla_q_dim"})
     lines += [f"constexpr int {camel('own_' + n)} = {cfg.dims()[n] // tp};" for n in cut]

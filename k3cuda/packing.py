@@ -57,11 +57,10 @@ PACKED: dict[str, tuple[Packed, ...]] = {
 # Stages of more than one kernel, in order: what passes between them is theirs alone.
 KERNELS = {"route": ("route", "route_list"), "mla_attend": ("mla_attend", "mla_combine"), "moe_down": ("shared_down", "moe_down")}
 # The same in a step of more than DECODE_ROWS rows, where other kernels run it.
-WIDE_KERNELS = {"kda_mix": ("kda_gates", "kda_scan", "kda_norm")}
+WIDE_KERNELS = {"kda_mix": ("kda_gates", "kda_scan", "kda_norm"), "moe_down": ("shared_down", "expert_items", "expert_sum")}
 # Kernels that multiply every row of a step by one matrix: in a wide step each may have a second one, which adds leaf sums.
 PRODUCTS = frozenset(("kda_in", "mla_in", "mla_q", "o_proj", "dense_up", "dense_down", "moe_in", "shared_down", "latent_up"))
-SLICED = frozenset(("mla_attend", "mla_combine"))                  # take DECODE_ROWS rows at most: launched for one slice after the other
-MOE_KERNELS = frozenset(("route_list", "expert_up", "moe_down"))   # the same where the experts' sums of more rows do not fit
+SLICED = frozenset(("mla_attend", "mla_combine"))  # take DECODE_ROWS rows at most: launched for one slice after the other
 MAX_PACKED = max(map(len, PACKED.values()))
 
 

@@ -71,3 +71,27 @@ def test_experts(tmp_path):
     assert np.isnan(np.delete(up, items, axis=0)).all()
     assert np.linalg.norm(down[rows] - total[rows]) < F32_SUMS * np.linalg.norm(total[rows])
     assert not np.delete(down, rows, axis=0).any()
+
+
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_experts_of_many_rows(tmp_path, leaves):
+    """Every item once, whatever the number of blocks; sums of a row by rising expert."""
+    library = host.build(u.wide_expert_source(leaves), ["items", "sums"], tmp_path)
+    case, rows, count = u.ExpertCase(rows=64), list(range(0, 64, 2)), ctypes.c_int
+    items = [r * u.TOP_K + p for r in rows for p in range(u.TOP_K)]
+    results, y = np.full((leaves, u.MAX_ITEMS, u.LATENT), np.nan, np.float32), np.full((64, u.LATENT), np.nan, np.float32)
+    threads, shared = host.constants(library, "items_launch", 2)
+    host.launch(library, "items", 3, threads, [u.repack.pack_mxfp4(*case.w2, leaves), count(u.LATENT // 16), case.act, count(u.WIDTH), case.list(rows),
+                                              results, count(u.LATENT)], shared, seed=1)
+    assert np.isfinite(results[:, items]).all() and np.isnan(np.delete(results, items, axis=1)).all()
+    host.launch(library, "sums", 64, u.LATENT // 4, [results, case.ids, case.weights, count(u.LATENT), y])
+    total = case.want()[1]
+    assert np.linalg.norm(y[rows] - total[rows]) < F32_SUMS * np.linalg.norm(total[rows])
+    # The order inside a leaf, in F32: rising expert, one rounding a product and sum.
+    row, by_leaf = rows[3], []
+    for leaf in range(leaves):
+        value = np.zeros(u.LATENT, np.float64)
+        for p in np.argsort(case.ids[row]):
+            value = (np.float64(case.weights[row, p]) * results[leaf, row * u.TOP_K + p] + value).astype(np.float32).astype(np.float64)
+        by_leaf.append(value.astype(np.float32))
+    assert (np.sum(by_leaf, axis=0, dtype=np.float32)).tobytes() == y[row].tobytes()

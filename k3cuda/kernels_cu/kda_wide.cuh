@@ -7,39 +7,58 @@
 // What passes between them, [rows][heads dim], F32: q as the recurrence takes it, exp of the log decay, outputs before their norm.
 struct KdaWork { float *q, *fade, *o; };
 
-// Rows of `row`'s sequence that come before it in the step. A warp.
-K3_DEVICE int kda_rows_before(const int* row_slot, int row) {
-  const int slot = row_slot[row];
-  for (int n = 0;; n += kWarpSize) {
-    int r = row - 1 - n - lane_id();
-    u32 same = __ballot_sync(kFullWarp, r >= 0 && row_slot[r >= 0 ? r : row] == slot);
-    if (same == kFullWarp) continue;
-    while (same >> n % kWarpSize & 1) ++n;
-    return n;
-  }
-}
+template <class S>
+struct KdaGatesSmem {
+  KdaMixSmem<S> m;
+  bf16 before[S::kBatch][S::kHistory][S::kChannels];   // the conv's inputs before each row, oldest first
+};
 
-// Eight rows of a sequence, counted from its first of this step, for one head; a block of any other row does nothing. Shape: a whole head.
+// Rows `first` to first + 7 of the step, of whatever sequences, for one head. Shape: a whole head. Padding rows get numbers without meaning.
 template <class S, class Ready>
-K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaMixSmem<S>& m, int head, int first, Ready ready) {
+K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaGatesSmem<S>& g, int head, int first, Ready ready) {
   static_assert(S::kSplit == 1, "decays and norms are over a whole head");
-  const int slot = a.row_slot[first], before = slot < 0 ? 1 : kda_rows_before(a.row_slot, first), channels = a.heads * S::kDim;
-  if (before % S::kBatch) {
+  KdaMixSmem<S>& m = g.m;
+  const int channels = a.heads * S::kDim, left = a.rows - first, n = left < S::kBatch ? left : S::kBatch;
+  const u32 live = __ballot_sync(kFullWarp, lane_id() < n && a.row_slot[first + (lane_id() < n ? lane_id() : 0)] >= 0);
+  if (!live) {
     if (first == 0) ready();                    // a step of nothing but padding still keeps its place in the order of kernels
     return;
   }
   kda_load_weights<S>(a, m, head, 0);
-  if (before == 0) kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * channels, channels * S::kHistory, channels, head, 0);
   const float scale = expf(a.a_log[head]);
-  const int left = kda_sequence_rows(a.row_slot, a.rows, first, slot), n = left < S::kBatch ? left : S::kBatch;
   ready();
-  if (before) kda_load_window<S>(m, a.qkv + size_t(first - S::kHistory) * 3 * channels, channels, 3 * channels, head, 0);
+  for (int i = threadIdx.x; i < n * S::kHistory * S::kConvVectors; i += S::kThreads) {
+    const int v = i % S::kConvVectors, j = i / S::kConvVectors % S::kHistory, r = i / S::kConvVectors / S::kHistory, row = first + r;
+    if (!(live >> r & 1)) continue;
+    const int slot = a.row_slot[row];
+    int own = 0;                                // rows of the sequence before this one in the step, so far as the conv reaches
+    while (own < S::kHistory && row > own && a.row_slot[row - own - 1] == slot) ++own;
+    const bf16* from = j + own < S::kHistory
+        ? a.conv_state + (size_t(slot) * 3 * S::kHistory + own + j) * channels + kda_vector_at<S>(v, channels * S::kHistory, head, 0)
+        : a.qkv + size_t(row - S::kHistory + j) * 3 * channels + kda_vector_at<S>(v, channels, head, 0);
+    copy_async<16>(&g.before[r][j][v * 8], from);
+  }
   KdaInputs<S> in;
   in.load(a, head, 0, first, n);
   in.store(m, 0, n);
   copy_wait();
   __syncthreads();
-  kda_conv<S, 4>(a, m, head, 0, first, 0, n);
+  constexpr int kPairs = S::kChannels / 2;
+  for (int i = threadIdx.x; i < n * kPairs; i += S::kThreads) {   // as kda_conv
+    const int r = i / kPairs, c = i % kPairs * 2;
+    const f32x4 t = m.taps[c], u = m.taps[c + 1];
+    float x[S::kWidth], w[S::kWidth];
+    K3_UNROLL
+    for (int j = 0; j < S::kWidth; ++j) {
+      u32 both = *(const u32*)(j < S::kHistory ? &g.before[r][j][c] : &m.inputs[r + S::kHistory][c]);
+      x[j] = __uint_as_float(both << 16), w[j] = __uint_as_float(both & 0xffff0000u);
+    }
+    float y = fmaf(x[3], t.w, fmaf(x[2], t.z, fmaf(x[1], t.y, x[0] * t.x))), z = fmaf(w[3], u.w, fmaf(w[2], u.z, fmaf(w[1], u.y, w[0] * u.x)));
+    y *= sigmoid(y);
+    z *= sigmoid(z);
+    if (c < 2 * S::kDim) *(f32x2*)(c < S::kDim ? &m.q[r][c] : &m.k[r][c - S::kDim]) = f32x2{y, z};
+    else *(f32x2*)&a.v[(size_t(first + r) * a.heads + head) * S::kDim + c - 2 * S::kDim] = f32x2{y, z};
+  }
   kda_low_rank<S>(m, 0, n);
   __syncthreads();
   kda_decay<S>(a, m, scale, head, 0, first, n);
@@ -99,11 +118,17 @@ K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m,
       const int done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch;
       barrier_wait(m.full + batch % kScanSlots, batch / kScanSlots & 1);
       const float(&row)[S::kBatch][3 * S::kDim + S::kSlice] = m.row[batch % kScanSlots];
-#pragma unroll 4
-      for (int r = 0; r < n; ++r) {
+      auto pass = [&](int r) {
         state.template advance<true>(row[r] + S::kDim, row[r] + 2 * S::kDim, row[r] + 3 * S::kDim, m.beta[done + r], o);
         if (done + r) state.put(o, out + size_t(done + r - 1) * channels);
         state.partial(row[r], o);
+      };
+      if (n == S::kBatch) {                     // without branches, so that loads of later rows come before this row's end
+        K3_UNROLL
+        for (int r = 0; r < S::kBatch; ++r) pass(r);
+      } else {
+#pragma unroll 1
+        for (int r = 0; r < n; ++r) pass(r);
       }
       __syncthreads();                          // the batch is used up
       if (warp_id() == 0) bring(batch + kScanSlots);

@@ -62,15 +62,16 @@ def kda_mix_shared(split):
 
 
 def kda_wide():
-    """The three kernels of a wide step's middle, in order. Blocks: (rows x heads), (heads x 8, lanes), (rows x heads / 8)."""
+    """The three kernels of a wide step's middle, in order. Blocks: (rows / 8 x heads), (heads x 8, lanes), (rows x heads / 8)."""
     gates, scan = "KdaShape<128, 4, 1, 4, 256>", "KdaShape<128, 4, 8, 1>"
-    bodies = (("gates", gates, 256, "kda_gates<S>(a, w, *(KdaMixSmem<S>*)raw, blockIdx.x % a.heads, blockIdx.x / a.heads, " + READY + ");"),
+    bodies = (("gates", gates, 256, "kda_gates<S>(a, w, *(KdaGatesSmem<S>*)raw, blockIdx.x % a.heads, blockIdx.x / a.heads * 8, " + READY + ");"),
               ("scan", scan, 128, "grid_wait();\n  grid_launch_next();\n  "
                "kda_scan<S>(a, w, *(KdaScanSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y);"),
               ("norm", scan, 256, "grid_wait();\n  grid_launch_next();\n  kda_norm<S>(a, w, blockIdx.x * 8 + warp_id());"))
     return [_kernel(f"kda_wide_{name}", shape, f"K3_DYN_SMEM(u8, raw);\n  {body}", threads, 1, "KdaMix a, KdaWork w") for name, shape, threads, body in bodies]
 
 
+KDA_GATES_SHARED = kda_mix_shared(1) + 2 * 8 * 3 * 384   # bytes of KdaGatesSmem
 KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 16) + 256) + 32   # bytes of KdaScanSmem
 
 

@@ -2,7 +2,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-from core_kernels import BF16, KDA_SCAN_SHARED, KdaCommit, KdaMix, KdaWork, down, fill, kda_mix_shared, poisoned, up
+from core_kernels import BF16, KDA_GATES_SHARED, KDA_SCAN_SHARED, KdaCommit, KdaMix, KdaWork, down, fill, kda_mix_shared, poisoned, up
 
 from k3cuda.config import L2NORM_EPS
 from k3cuda.reference import kda
@@ -62,7 +62,7 @@ class Kda:
 
         def run(args, rows):
             gates, scan, norm = kernels
-            self.cores.run(gates, rows * self.heads, [args, work], shared=kda_mix_shared(1))
+            self.cores.run(gates, -(-rows // 8) * self.heads, [args, work], shared=KDA_GATES_SHARED)
             self.cores.run(scan, (self.heads * 8, lanes), [args, work], shared=KDA_SCAN_SHARED)
             self.cores.run(norm, -(-rows * self.heads // 8), [args, work])
         return self._run(row_slot, x, layer, run)

@@ -58,7 +58,8 @@ def test_a_wide_steps_kernels_give_the_same_bytes(cores, heads, rows):
     case = Kda(cores, heads, max(slots) + 1, rows)
     x = with_nan(case.inputs(rows), ~live(slots))
     shape = next(iter(MIXES))
-    same(case.mix(MIXES[shape], shape[0], slots, x), case.mix_wide(WIDE, slots, x))
+    on = live(slots)
+    same({k: v[on] for k, v in case.mix(MIXES[shape], shape[0], slots, x).items()}, {k: v[on] for k, v in case.mix_wide(WIDE, slots, x).items()})
 
 
 def test_bytes_do_not_depend_on_neighbours_slot_or_bucket(cores):

@@ -8,7 +8,8 @@ namespace stage {
 template <int kParts, int kSize, int kLeaves, int kBlocks>
 struct MixStage : StageDefaults {
   static constexpr int kSpread = min_of(kLeaves, 8);   // blocks a row
-  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, 14 * kWarpSize> Shape;
+  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, (kRows > kDecodeRows) ? 256 : 14 * kWarpSize> Shape;
+  static constexpr int kResident = kRows > kDecodeRows ? 3 : 1;   // many rows: registers for blocks side by side
   static constexpr int kBlocks_ = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
   static __device__ void row(const NormRow& a) {
     K3_DYN_SMEM(u8, smem);

@@ -62,10 +62,12 @@ typedef KdaShape<kKdaHeadDim, kConvWidth, 1, 4, 256> KdaGatesLayout;
 typedef KdaShape<kKdaHeadDim, kConvWidth, 8, 1> KdaScanLayout;
 
 struct kda_gates : StageDefaults {
-  static constexpr int kBlocks = kRows * kOwnKdaNumHeads, kThreads = KdaGatesLayout::kThreads, kSmem = sizeof(KdaMixSmem<KdaGatesLayout>);
+  static constexpr int kBlocks = ceil_div(kRows, KdaGatesLayout::kBatch) * kOwnKdaNumHeads, kThreads = KdaGatesLayout::kThreads,
+                       kSmem = sizeof(KdaGatesSmem<KdaGatesLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    ::kda_gates<KdaGatesLayout>(kda_middle(s, op), kda_work(s), *(KdaMixSmem<KdaGatesLayout>*)smem, blockIdx.x % kOwnKdaNumHeads, blockIdx.x / kOwnKdaNumHeads, [] {
+    ::kda_gates<KdaGatesLayout>(kda_middle(s, op), kda_work(s), *(KdaGatesSmem<KdaGatesLayout>*)smem, blockIdx.x % kOwnKdaNumHeads,
+                                blockIdx.x / kOwnKdaNumHeads * KdaGatesLayout::kBatch, [] {
       grid_wait();
       grid_launch_next();
     });

@@ -1,6 +1,6 @@
 // LatentMoE: router and latent beside the shared expert, the choice, the routed experts, their norm and way back.
 #pragma once
-#include "expert_core.cuh"
+#include "expert_wide.cuh"
 #include "norm_core.cuh"
 #include "stages/common.cuh"
 #include "route_core.cuh"
@@ -37,11 +37,9 @@ struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, tru
   }
 };
 
-// kMoeRows rows from op.first_row on are one walk over the experts.
-constexpr int kMaxItems = kMoeRows * kNumExpertsPerToken;
+constexpr int kMaxItems = kRows * kNumExpertsPerToken;
 typedef ExpertList<kMaxItems> StepExperts;
-K3_DEVICE StepExperts* step_experts(const Step& s, const OpArgs& op) { return (StepExperts*)expert_list(s) + op.first_row / kMoeRows; }
-K3_DEVICE size_t first_item(const OpArgs& op) { return size_t(op.first_row) * kNumExpertsPerToken; }
+K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
 
 // A benchmark's routing: the items of a step take kForcedExperts experts in turn, other ones in every layer, with the router's weights.
 K3_DEVICE void force_experts(const Step& s, const OpArgs& op, int row) {
@@ -52,29 +50,31 @@ K3_DEVICE void force_experts(const Step& s, const OpArgs& op, int row) {
   }
 }
 
-// A block a row.
+// A block a row, or two where rows are more than multiprocessors.
 struct route : StageDefaults {
-  static constexpr int kBlocks = kRows, kThreads = 512;
-  typedef RouteShape<kNumExperts, kNumExpertsPerToken, 1, kThreads> Shape;
+  static constexpr int kEach = kRows > kSms ? 2 : 1, kBlocks = kRows / kEach, kThreads = 512;
+  typedef RouteShape<kNumExperts, kNumExpertsPerToken, kEach, kThreads> Shape;
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ RouteSmem<Shape> smem;
     grid_wait();
     grid_launch_next();
-    route_rows<Shape>(router_logits(s), w_e_score_correction_bias(op), row_slot(s), blockIdx.x, 1, kRoutedScalingFactor, expert_ids(s), expert_weights(s), smem);
-    if constexpr (kForcedExperts > 0) force_experts(s, op, blockIdx.x);
+    route_rows<Shape>(router_logits(s), w_e_score_correction_bias(op), row_slot(s), blockIdx.x * kEach, kEach, kRoutedScalingFactor, expert_ids(s),
+                      expert_weights(s), smem);
+    if constexpr (kForcedExperts > 0)
+      for (int i = 0; i < kEach; ++i) force_experts(s, op, blockIdx.x * kEach + i);
   }
 };
 
-// One block: lists who needs which expert.
+// One block for all rows: lists who needs which expert.
 struct route_list : StageDefaults {
   static constexpr int kBlocks = 1, kThreads = 512;
-  typedef ListShape<kNumExperts, kNumExpertsPerToken, kMoeRows, kThreads, kEntryTokens> Shape;
-  static __device__ void run(const Step& s, const OpArgs& op) {
+  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
+  static __device__ void run(const Step& s, const OpArgs&) {
     __shared__ ListSmem<Shape> smem;
     grid_wait();
     grid_launch_next();
-    StepExperts& to = *step_experts(s, op);
-    list_experts<Shape>(expert_ids(s) + first_item(op), row_slot(s) + op.first_row, kMoeRows, {&to.entries, &to.items, to.entry, to.item}, smem);
+    StepExperts& to = *step_experts(s);
+    list_experts<Shape>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, smem);
   }
 };
 
@@ -83,29 +83,48 @@ struct expert_up : StageDefaults {
   static constexpr int kResident = 2, kBlocks = kResident * kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s) + size_t(op.first_row) * kRoutedExpertHiddenSize,
-                             kRoutedExpertHiddenSize, kNumExpertsPerToken, step_experts(s, op), smem, [&](int item, int row, float gate, float up) {
-      if (row < kOwnMoeIntermediateSize) expert_act(s)[(first_item(op) + item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
+    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
+                             step_experts(s), smem, [&](int item, int row, float gate, float up) {
+      if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
     });
   }
 };
 
 // The routed experts' half; shared_down is the other kernel of the stage.
-// More rows need more of the shared memory for sums: fewer results wait there, and where a rank has several leaves a block has one tile.
-constexpr bool kManyRows = kMoeRows > kDecodeRows;
-template <int kRing> using DownWith =
-    ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, kMoeRows, 16, (kManyRows && kExpertW2Leaves > 1) ? 1 : 2, kRing, kManyRows ? 256 : 512>;
-constexpr int kDownRest = DownWith<1>::kSmem - 16 * DownWith<1>::kChunk;
 struct moe_down : StageDefaults {
-  typedef DownWith<min_of(106 * 1024, kMaxShared - kDownRest)> Shape;
+  typedef ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, kRows> Shape;
   static constexpr int kBlocks = groups_of(tiles_of(kRoutedExpertHiddenSize), Shape::kTiles), kThreads = Shape::kThreads, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s) + first_item(op) * kOwnMoeIntermediateSize,
-                               kOwnMoeIntermediateSize, expert_weights(s) + first_item(op), kNumExpertsPerToken, kMoeRows, step_experts(s, op), smem,
-                               [&](int row, int token, float v) {
-      if (row < kRoutedExpertHiddenSize) put_routed_partial(s, op.first_row + token, row, v);
+    expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, expert_weights(s),
+                               kNumExpertsPerToken, kRows, step_experts(s), smem, [&](int row, int token, float v) {
+      if (row < kRoutedExpertHiddenSize) put_routed_partial(s, token, row, v);
     });
+  }
+};
+
+// The same in a wide step, as two kernels.
+struct expert_items : StageDefaults {
+  typedef ExpertItemsShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems> Shape;
+  static constexpr int kBlocks = kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    ::expert_items<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, step_experts(s),
+                          (float*)product_work(s), kRoutedExpertHiddenSize, smem);
+  }
+};
+
+struct expert_sum : StageDefaults {
+  static constexpr int kThreads = 256, kBlocks = kRows, kBlocksY = ceil_div(kRoutedExpertHiddenSize, 4 * kThreads);
+  static __device__ void run(const Step& s, const OpArgs&) {
+    __shared__ int order[kNumExpertsPerToken];
+    __shared__ float weight[kNumExpertsPerToken];
+    grid_wait();
+    grid_launch_next();
+    if (row_slot(s)[blockIdx.x] < 0) return;
+    ::expert_sum<kExpertW2Leaves, kMaxItems, kNumExpertsPerToken>((const float*)product_work(s), expert_ids(s), expert_weights(s), blockIdx.x,
+                                                                  (blockIdx.y * kThreads + threadIdx.x) * 4, kRoutedExpertHiddenSize, order, weight,
+                                                                  [&](int row, int column, float v) { put_routed_partial(s, row, column, v); });
   }
 };
 

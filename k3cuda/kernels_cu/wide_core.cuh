@@ -14,14 +14,17 @@ template <int kTotal_, int kLeaves_, int kSteps_, int kRows_>
 struct WideShape {
   static constexpr int kTotal = kTotal_, kLeaves = kLeaves_, kSteps = kSteps_, kRows = kRows_;
   static constexpr int kPairs = (kSteps + 1) / 2, kTileX = kPairs * kStepBytes;          // bytes of eight tokens' part of a leaf
-  // Token tiles of a block. Short products have few weights to read twice, and their epilogues want registers.
+  // Token tiles of a block. Short products have few weights to read twice.
   static constexpr int kNT = kLeaves > 1 && kRows % 128 == 0 && 16 * kTileX <= kWideTokens ? 16 : 8;
   static constexpr int kMT = 32 / kNT, kWarps = 8, kThreads = kWarps * kWarpSize;        // row tiles of a warp; 128 sums a thread
   static constexpr int kTokenTiles = kRows / kTokenTile, kGroups = kTokenTiles / kNT, kX = kNT * kTileX;
   static constexpr int kChunkSteps = chunk_steps(kSteps, 4, false), kLeafChunks = kSteps / kChunkSteps;
   static constexpr int kTileChunk = kChunkSteps * kStepBytes, kChunkBytes = kMT * kTileChunk;
-  static constexpr int kSlots = min_of(6, (kWideShared - kX) / (kWarps * (kChunkBytes + 8)));
-  static constexpr int kRingAt = kX, kBarrierAt = kRingAt + kWarps * kSlots * kChunkBytes, kSmem = kBarrierAt + kWarps * kSlots * 8;
+  // With one leaf a warp finishes its results itself, by way of shared memory: [token][row] of a tile.
+  static constexpr int kStride = kTileRows + 4, kFinish = kLeaves == 1 ? kNT * kTokenTile * kStride * 4 : 0;
+  static constexpr int kSlots = min_of(6, (kWideShared - kX - kWarps * kFinish) / (kWarps * (kChunkBytes + 8)));
+  static constexpr int kFinishAt = kX, kRingAt = kFinishAt + kWarps * kFinish, kBarrierAt = kRingAt + kWarps * kSlots * kChunkBytes;
+  static constexpr int kSmem = kBarrierAt + kWarps * kSlots * 8;
   static constexpr bool kFits = kX <= kWideTokens && kSlots >= 2;
 };
 
@@ -91,10 +94,10 @@ K3_DEVICE void wide_tokens(const bf16* x, int stride, uint4* shared) {
   __syncthreads();
 }
 
-// One leaf of `count` tiles (all kMT where kWhole) against every token of the block.
-template <class S, bool kWhole>
+// One leaf of `count` tiles against every token of the block.
+template <class S>
 K3_DEVICE void wide_leaf(float (&c)[S::kMT][S::kNT][4], WideRing<S>& ring, const uint4* x, int count) {
-  constexpr int kBatch = 4;   // token tiles whose loads are on their way together; more would not fit the registers
+  constexpr int kBatch = 8;   // token tiles whose loads are on their way together; more would not fit the registers
   K3_UNROLL
   for (int i = 0; i < S::kMT * S::kNT * 4; ++i) (&c[0][0][0])[i] = 0.f;
 #pragma unroll 1
@@ -117,7 +120,7 @@ K3_DEVICE void wide_leaf(float (&c)[S::kMT][S::kNT][4], WideRing<S>& ring, const
         for (int n = 0; n < kBatch; ++n) b[n] = pair[(first + n) * kWarpSize];
         K3_UNROLL
         for (int m = 0; m < S::kMT; ++m) {
-          if (!kWhole && m >= count) break;
+          if (m >= count) break;
           K3_UNROLL
           for (int n = 0; n < kBatch; ++n) mma(c[m][first + n], a[0][m], b[n].x, b[n].y);
           if (second) {
@@ -138,6 +141,7 @@ K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* pa
   constexpr int kShared = S::kLeaves * S::kGroups;
   const int leaf = int(blockIdx.x) % S::kLeaves, group = int(blockIdx.x) / S::kLeaves % S::kGroups;
   const int share = int(blockIdx.x) / kShared * S::kWarps + warp_id(), shares = int(gridDim.x) / kShared * S::kWarps;
+  float* finish = (float*)(smem + S::kFinishAt) + warp_id() * S::kFinish / 4;
   int tile = S::kTotal * share / shares;
   const int end = S::kTotal * (share + 1) / shares;
   WideRing<S> ring(w + size_t(leaf) * S::kSteps * kWarpSize, tile, end, smem);
@@ -149,8 +153,7 @@ K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* pa
   for (; tile < end; tile += S::kMT) {
     float c[S::kMT][S::kNT][4];
     const int count = min_of(S::kMT, end - tile);
-    if (count == S::kMT) wide_leaf<S, true>(c, ring, (const uint4*)smem, count);
-    else wide_leaf<S, false>(c, ring, (const uint4*)smem, count);
+    wide_leaf<S>(c, ring, (const uint4*)smem, count);
     K3_UNROLL
     for (int m = 0; m < S::kMT; ++m) {
       if (m >= count) break;
@@ -162,9 +165,17 @@ K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* pa
           *to = f32x4{c[m][n][0], c[m][n][1], c[m][n][2], c[m][n][3]};
         } else {
           K3_UNROLL
-          for (int i = 0; i < 4; ++i)
-            epilogue((tile + m) * kTileRows + lane_id() / 4 + i / 2 * 8, token_tile * kTokenTile + lane_id() % 4 * 2 + i % 2, c[m][n][i]);
+          for (int i = 0; i < 4; ++i) finish[(n * kTokenTile + lane_id() % 4 * 2 + i % 2) * S::kStride + lane_id() / 4 + i / 2 * 8] = c[m][n][i];
         }
+      }
+      if constexpr (S::kLeaves == 1) {
+        __syncwarp();
+#pragma unroll 4
+        for (int i = lane_id(); i < S::kNT * kTokenTile * kTileRows; i += kWarpSize) {
+          const int row = i % kTileRows, token = i / kTileRows;
+          epilogue((tile + m) * kTileRows + row, group * S::kNT * kTokenTile + token, finish[token * S::kStride + row]);
+        }
+        __syncwarp();
       }
     }
   }

@@ -151,7 +151,7 @@ def test_new_cache_rows(library, size):
 
 def test_work_space_counts_chunks_as_the_kernel_does(library):
     pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
-    from k3cuda.runtime.cuda_memory import mla_chunks
+    from k3cuda.runtime.step_room import mla_chunks
     edges = {n + d for n in (1, 256, 8192, 8448, 65536, 66048, 66560, 131072, 1 << 20) for d in (-1, 0, 1)}
     assert {n: mla_chunks(n) for n in edges} == {n: library.chunks(n) for n in edges}
 

@@ -38,7 +38,7 @@ class CudaBackend:
         only_rank: runs this one rank of `tp` alone, every collective looped back to itself; its numbers mean nothing.
         max_batch: slots, 1 to 64. max_model_len: tokens a slot can hold; None: what fits, at most the model's own limit.
         kv_cache_dtype: "auto" (bf16), "bf16" or "fp8_e4m3".
-        memory_utilization: part of the device's memory that may be used.
+        memory_utilization: part of the device's memory that may be used. memory_limit: bytes that may be, weights included; None: no other limit.
         ride: stages store into every rank's memory what a collective would move; else collectives are kernels of their own.
         probes: what a benchmark builds into the kernels; with `trace` launches note their times (cuda_trace.py).
         weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
@@ -50,7 +50,8 @@ class CudaBackend:
     name, overlaps, drafting = STANDARD, True, None
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
-                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, ride: bool = True, probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None):
+                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, memory_limit: int | None = None, ride: bool = True,
+                 probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
@@ -67,7 +68,7 @@ class CudaBackend:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._raw_stream = self.stream.__cuda_stream__()[1]
         owned = list(range(tp)) if only_rank is None else [only_rank]
-        self._owned, self._utilization = owned, memory_utilization
+        self._owned, self._utilization, self._limit = owned, memory_utilization, memory_limit
         upload = weights or functools.partial(_upload, loading=loading or Loading())
         self._weights = [upload(self.plan, source, tp, r) for r in owned]
         self._graphs: dict[tuple, object] = {}
@@ -84,7 +85,8 @@ class CudaBackend:
         """
         check_room(self.cfg, self.num_slots, max_model_len)
         self._unbind()
-        self.max_model_len = fitting_length(self.plan, self.num_slots, self.kv_cache_dtype, max_model_len, len(self._owned), self._utilization)
+        self.max_model_len = fitting_length(self.plan, self.num_slots, self.kv_cache_dtype, max_model_len, len(self._owned), self._utilization,
+                                            self._limit)
         slot_pages = -(-self.max_model_len // PAGE_SIZE)
         self.num_pages = slot_pages * self.num_slots
         self.memories = [RankMemory(self.plan, self.num_slots, self.num_pages, slot_pages, self.kv_cache_dtype) for _ in self._owned]

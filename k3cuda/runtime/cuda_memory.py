@@ -5,17 +5,16 @@ from math import prod
 import cupy
 import numpy as np
 
-from ..buffers import BY_NAME, KV_BYTES, buffer_bytes, buffer_shape, step_dims
-from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
-from ..emit import MLA_WORK_COLUMNS, SESSION, arena_offsets
+from ..buffers import BY_NAME, KV_BYTES, buffer_shape, step_dims
+from ..emit import SESSION, arena_offsets
 from ..errors import OutOfMemory
 from ..packing import MAX_PACKED
 from ..plan import Op, Plan
 from ..weights import LEGAL_TP
 from .cuda_driver import check, driver
+from .step_room import KERNEL_BYTES, longest_fit, mla_partials, mla_work_bytes, rank_room, session_bytes
 
 VIEW_DTYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8, "kv": np.uint16}
-MLA_CHUNKS = ((256, 8192), (512, 65536), (1024, None))  # mla_work.cuh: positions of a chunk, and where chunks of that length end
 
 
 class StepStruct(ctypes.Structure):
@@ -33,53 +32,25 @@ class OpStruct(ctypes.Structure):
                 ("opens_block", ctypes.c_int), ("launch", ctypes.c_int), ("first_row", ctypes.c_int), ("kv_scale", ctypes.c_float)]
 
 
-def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:
-    """Bytes of every buffer that exists once a slot or page, on one rank."""
-    dims = step_dims(plan.cfg, tp=plan.tp, slots=slots, pages=pages, slot_pages=slot_pages)
-    return {n: buffer_bytes(BY_NAME[n], dims, kv_cache_dtype) for n in SESSION}
-
-
-def mla_chunks(length: int) -> int:
-    """Chunks that hold the first `length` positions, as `mla_chunks` of mla_work.cuh counts them."""
-    count = start = 0
-    for size, end in MLA_CHUNKS:
-        stop = length if end is None else min(length, end)
-        count += -(-max(stop - start, 0) // size)
-        start = end
-    return count
-
-
-def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
-    """Partial results of the split context that one launch can have at most: all chunks of a whole context of every slot.
-
-    A partial belongs to a group of (row, head) pairs of one sequence: those of 8 rows, or MLA_WORK_COLUMNS if that is less.
-    """
-    heads = cfg.num_attention_heads // tp
-    return mla_chunks(slot_pages * PAGE_SIZE) * (slots + max(DECODE_ROWS // 8, -(-DECODE_ROWS * heads // MLA_WORK_COLUMNS)))
-
-
-def mla_work_bytes(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
-    """Bytes of `Step.mla_work`: of every partial and column a maximum, a sum, and a latent."""
-    return mla_partials(cfg, tp, slots, slot_pages) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
-
-
-def fitting_length(plan: Plan, slots: int, kv_cache_dtype: str, asked: int | None, ranks: int, utilization: float) -> int:
+def fitting_length(plan: Plan, slots: int, kv_cache_dtype: str, asked: int | None, ranks: int, utilization: float, limit: int | None) -> int:
     """Tokens a slot can hold: `asked`, or where that is None what fits beside the weights that are there already, for `ranks` ranks on this GPU.
 
+    Args:
+        utilization: part of the device's memory that may be used. limit: bytes that CuPy's pool may hold, weights included; None: no other limit.
     Raises OutOfMemory, with the longest that would fit.
     """
     free, total = cupy.cuda.runtime.memGetInfo()
     room = free - int(total * (1 - utilization))
-    fixed = session_bytes(plan, slots, 0, 0, kv_cache_dtype)
-    page = session_bytes(plan, slots, 1, 0, kv_cache_dtype)["mla_cache"]
-    room = room // ranks - sum(fixed.values()) - arena_offsets(plan)[1]
-    pages = room // max(page + 4, 1) // slots
-    fits = min(plan.cfg.max_position_embeddings, pages * PAGE_SIZE)
-    asked_or_fits = fits if asked is None else asked
-    if fits < 1 or asked_or_fits > fits:
-        raise OutOfMemory(f"{slots} x {asked_or_fits} tokens of cache do not fit the {room / 1e9:.1f} GB that weights and states leave",
-                          f"use a max_model_len of at most {max(fits, 0)}, or a smaller max_batch")
-    return asked_or_fits
+    if limit is not None:
+        room = min(room, limit - cupy.get_default_memory_pool().used_bytes())
+    room = (room - KERNEL_BYTES) // ranks
+    fits = longest_fit(plan, room, slots, kv_cache_dtype)
+    asked = fits if asked is None else asked
+    if 1 <= asked <= fits:
+        return asked
+    need = rank_room(plan, slots, max(asked, 1), kv_cache_dtype)
+    raise OutOfMemory(f"{slots} sequences of {max(asked, 1)} tokens need {need / 1e9:.2f} GB a rank, weights leave {max(room, 0) / 1e9:.2f} GB",
+                      f"use a max_model_len of at most {fits}, or a smaller max_batch" if fits else "use a smaller max_batch, more ranks, or a GPU with more memory")
 
 
 class RankMemory:

@@ -1,0 +1,58 @@
+"""How many bytes of a GPU a rank needs beside its weights, and the longest context that fits. No device is needed to know it."""
+from ..buffers import BY_NAME, buffer_bytes, step_dims
+from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
+from ..emit import MLA_WORK_COLUMNS, SESSION, arena_offsets
+from ..plan import Plan
+
+MLA_CHUNKS = ((256, 8192), (512, 65536), (1024, None))  # mla_work.cuh: positions of a chunk, and where chunks of that length end
+# What no table counts: kernels and graphs of every bucket, tables of the copy engine, and memory lost where allocations are rounded up.
+KERNEL_BYTES = 512 << 20
+
+
+def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:
+    """Bytes of every buffer that exists once a slot or page, on one rank."""
+    dims = step_dims(plan.cfg, tp=plan.tp, slots=slots, pages=pages, slot_pages=slot_pages)
+    return {n: buffer_bytes(BY_NAME[n], dims, kv_cache_dtype) for n in SESSION}
+
+
+def mla_chunks(length: int) -> int:
+    """Chunks that hold the first `length` positions, as `mla_chunks` of mla_work.cuh counts them."""
+    count = start = 0
+    for size, end in MLA_CHUNKS:
+        stop = length if end is None else min(length, end)
+        count += -(-max(stop - start, 0) // size)
+        start = end
+    return count
+
+
+def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
+    """Partial results of the split context that one launch can have at most: all chunks of a whole context of every slot.
+
+    A partial belongs to a group of (row, head) pairs of one sequence: those of 8 rows, or MLA_WORK_COLUMNS if that is less.
+    """
+    heads = cfg.num_attention_heads // tp
+    return mla_chunks(slot_pages * PAGE_SIZE) * (slots + max(DECODE_ROWS // 8, -(-DECODE_ROWS * heads // MLA_WORK_COLUMNS)))
+
+
+def mla_work_bytes(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
+    """Bytes of `Step.mla_work`: of every partial and column a maximum, a sum, and a latent."""
+    return mla_partials(cfg, tp, slots, slot_pages) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
+
+
+def rank_room(plan: Plan, slots: int, tokens: int, kv_cache_dtype: str) -> int:
+    """Bytes of a rank beside its weights, for `slots` sequences of up to `tokens` tokens, `KERNEL_BYTES` left out."""
+    slot_pages = -(-tokens // PAGE_SIZE)
+    session = session_bytes(plan, slots, slots * slot_pages, slot_pages, kv_cache_dtype)
+    return arena_offsets(plan)[1] + sum(session.values()) + mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages)
+
+
+def longest_fit(plan: Plan, room: int, slots: int, kv_cache_dtype: str) -> int:
+    """The most tokens, whole pages but for the model's own limit, for which `rank_room` is at most `room` bytes; 0: not even a page."""
+    low, high = 0, -(-plan.cfg.max_position_embeddings // PAGE_SIZE)   # pages that fit, pages that may
+    while low < high:
+        middle = (low + high + 1) // 2
+        if rank_room(plan, slots, middle * PAGE_SIZE, kv_cache_dtype) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return min(low * PAGE_SIZE, plan.cfg.max_position_embeddings)

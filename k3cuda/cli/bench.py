@@ -2,7 +2,7 @@
 import click
 
 from ..buffers import KV_BYTES
-from ..config import DECODE_ROWS
+from ..config import DECODE_ROWS, MAX_ROWS
 from ..errors import OutOfMemory, UsageError
 from ..runtime.cuda_driver import require_gpu
 from . import options
@@ -105,31 +105,36 @@ def stage(names, output, **what):
 
 @bench.command(cls=options.Command)
 @options.model(default="kimi-k3")
-@options.flags(*(f for f in _FLAGS if f[0][0] in ("--tp", "--rank", "--layers", "--kv-cache-dtype", "--output")),
+@options.flags(*(f for f in _FLAGS if f[0][0] in ("--tp", "--rank", "--layers", "--kv-cache-dtype", "--experts", "--output")),
                options.flag("--prompt", type=Counts(LONGEST_CONTEXT), default="8K", show_default=True, metavar="LIST", help="Tokens of the prompt."),
                options.flag("--stages", is_flag=True, help="Time every stage of a step in the middle of the prompt as well."))
-def prefill(model, tp, rank, layers, kv_cache_dtype, prompt, stages, output):
+def prefill(model, tp, rank, layers, kv_cache_dtype, experts, prompt, stages, output):
     """Time whole prompts of one sequence on one true rank, commits included, and check them.
 
-    Prints one JSON document: an object for each prompt.
+    Prints one JSON document: an object for each prompt and number of experts.
     """
     cfg = options.config_of(model, layers)
     options.check_rank(tp, rank)
+    _check_experts(cfg, experts, MAX_ROWS)
     require_gpu()
+    from ..emit import Probes
     from ..runtime.cuda_bench import StepBench
     from ..runtime.cuda_kernels import ROW_BUCKETS
     from ..runtime.cuda_prefill import prefill
     from ..runtime.surroundings import surroundings
 
     result, bench = Result(output), StepBench(cfg, tp, rank, kv_cache_dtype)
-    bench.compile((), more=[b for b in ROW_BUCKETS if b > DECODE_ROWS])
+    probes = [Probes(n) for n in experts or (0,)]
+    bench.compile((), probes, more=[b for b in ROW_BUCKETS if b > DECODE_ROWS])
     document = {"prompts": [], "stages": []}
-    for tokens in prompt:
-        bench.open(1, tokens)
-        found = prefill(bench, tokens)
-        document["prompts"].append(found)
-        say(f"{tokens} tokens: {found['ms']:.1f} ms, {found['rows_a_second']:.0f} tokens a second, {found['ratio_to_floor']:.2f} x the floor")
-        document["stages"] += [_stages(bench)] if stages else []
+    for probe in probes:
+        for tokens in prompt:
+            bench.open(1, tokens, probe)
+            found = prefill(bench, tokens)
+            document["prompts"].append(found)
+            say(f"{tokens} tokens, {found['distinct_experts']} experts a layer: {found['ms']:.1f} ms, {found['rows_a_second']:.0f} tokens a second, "
+                f"{found['ratio_to_floor']:.2f} x the floor")
+            document["stages"] += [_stages(bench)] if stages else []
     result.document(document | {"model": model, "layers": cfg.num_hidden_layers} | surroundings(bench.device), indent=1)
     result.close()
 
@@ -149,10 +154,8 @@ def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cac
     cfg = options.config_of(model, layers)
     options.check_rank(tp, rank)
     shapes = [_shared(n, sequences) for n in rows]
-    top_k, most = cfg.num_experts_per_token, max(rows)
-    if bad := [n for n in experts or () if not top_k <= n <= min(cfg.num_experts, most * top_k)]:
-        raise UsageError(f"--experts: found {bad[0]}, wanted {top_k} to {min(cfg.num_experts, most * top_k)}: "
-                         f"a row chooses {top_k} of {cfg.num_experts}, and there are {most} rows at most")
+    top_k = cfg.num_experts_per_token
+    _check_experts(cfg, experts, max(rows))
     require_gpu()
     from ..emit import Probes
     from ..runtime.cuda_bench import StepBench
@@ -167,6 +170,13 @@ def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cac
             _context(bench, probe, tokens, shapes, top_k, each, document)
     result.document(document | {"model": model, "layers": cfg.num_hidden_layers} | surroundings(bench.device), indent=1)
     result.close()
+
+
+def _check_experts(cfg, experts, rows: int) -> None:
+    top_k = cfg.num_experts_per_token
+    if bad := [n for n in experts or () if not top_k <= n <= min(cfg.num_experts, rows * top_k)]:
+        raise UsageError(f"--experts: found {bad[0]}, wanted {top_k} to {min(cfg.num_experts, rows * top_k)}: "
+                         f"a row chooses {top_k} of {cfg.num_experts}, and there are {rows} rows at most")
 
 
 def _context(bench, probe, tokens, shapes, top_k, each, document) -> None:

@@ -9,7 +9,7 @@ from ..config import MAX_ROWS
 from ..errors import BenchmarkError
 from .backend import StepRows
 from .cuda_bench import STATES, StepBench
-from .cuda_bench_checks import SPREAD, WAY_OUT, check_time
+from .cuda_bench_checks import SPREAD, WAY_OUT, check_experts, check_time
 
 WARM, REPEATS = 1, 3
 
@@ -31,6 +31,7 @@ def prefill(bench: StepBench, tokens: int) -> dict:
         raise BenchmarkError(f"the prompt's logits are not numbers of a model (standard deviation {logits.std():.3g})", WAY_OUT)
     bench.place(1, min(MAX_ROWS, tokens), max(tokens // 2, min(MAX_ROWS, tokens)))
     experts = bench.count_experts()
+    check_experts(bench, experts)
     ms, floor = statistics.median(seconds) * 1e3, 0.0
     for end in np.cumsum(sizes):
         floor += replace(bench.bytes(experts), cache_tokens=int(end)).floor() / bench.ceiling * 1e3
@@ -40,7 +41,7 @@ def prefill(bench: StepBench, tokens: int) -> dict:
             "ms_a_step": round(ms / len(sizes), 3), "rows_a_second": round(tokens / ms * 1e3, 1), "floor_ms": round(floor, 3),
             "ratio_to_floor": round(ms / floor, 3), "us_a_layer": round(ms * 1e3 / len(sizes) / bench.cfg.num_hidden_layers, 2),
             "ceiling_tb_s": round(bench.ceiling / 1e12, 3), "distinct_experts": round(float(np.mean(list(experts.values()))), 2) if experts else None,
-            "ranks": be.ranks, "checks": checked}
+            "forced_experts": be.probes.forced_experts, "ranks": be.ranks, "checks": checked}
 
 
 def _run(bench: StepBench, ids: np.ndarray, sizes: Iterable[int]) -> None:
@@ -62,6 +63,7 @@ def _check(bench: StepBench, ids: np.ndarray) -> dict:
     found = []
     half = len(ids) // 2
     for sizes in ([half, len(ids) - half], [half // 2, half - half // 2, len(ids) - half]):
+        sizes = [n for n in sizes if n]
         bench.backend.open_slot(0, range(bench.pages_a_slot))
         _run(bench, ids, sizes)
         bench.backend.stream.synchronize()

@@ -1,0 +1,103 @@
+"""A step's emitted kernels under g++ and the memory of a rank on the host, for stages that need no cluster of blocks."""
+import ctypes
+from math import prod
+
+import numpy as np
+from models import headdims
+from shim import host
+
+from k3cuda.buffers import BY_NAME, buffer_shape, step_dims
+from k3cuda.emit import SESSION, arena_offsets, build_files, launches_of
+from k3cuda.plan import build_plan
+from k3cuda.runtime.cuda_memory import VIEW_DTYPES, OpStruct, StepStruct
+from k3cuda.runtime.cuda_weights import op_arrays
+
+SLOTS = 12
+
+
+class Kernels:
+    """Those of one bucket that run `stages`.
+
+    Args:
+        stages: name -> kernels that are left out.
+        folder: a new one.
+    """
+
+    def __init__(self, rows: int, tp: int, ride: bool, stages: dict, folder):
+        source = headdims()
+        self.plan, self.rows, self.ride, self.source, self.stages = build_plan(source.cfg, tp), rows, ride, source, stages
+        files = build_files(self.plan, rows, "bf16", sms=5, ride=ride)   # few blocks, so that they walk
+        wanted = {k for op in self.plan.ops if op.stage.name in stages for k, _ in self.launches(op)}
+        text = files.pop("kernels.cu").split("\n")
+        names = [line.split("int k_")[1].split("_launch")[0] for line in text if "_launch[" in line]
+        others = [n for n in names if n not in wanted]
+        text = [line for line in text if not any(f"k_{n}_launch[" in line or f" k_{n}(" in line or f"of {n} does" in line for n in others)]
+        folder.mkdir()
+        self.library = host.build("inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }\n" + "\n".join(text),
+                                  [f"k_{n}" for n in names if n in wanted], folder, files)
+
+    def launches(self, op):
+        return [(k, first) for k, first in launches_of(op.stage, self.plan, self.rows, self.ride) if k not in self.stages[op.stage.name]]
+
+    def last(self, stage: str):
+        """The operation of the latest layer that has the stage."""
+        return [op for op in self.plan.ops if op.stage.name == stage][-1]
+
+    def run(self, op, memory) -> None:
+        args = OpStruct(layer=-1 if op.layer is None else op.layer, kind_index=op.kind_index, num_blocks=op.num_blocks, kv_scale=1.0)
+        for i, array in enumerate(memory.weights_of(op)):
+            args.w[i] = array.ctypes.data
+        for kernel, first in self.launches(op):
+            args.first_row = first
+            x, y, z, threads, cluster, shared = host.constants(self.library, f"k_{kernel}_launch", 6)
+            assert cluster == 1, f"{kernel} is a cluster"
+            if x:
+                pointers, three = (ctypes.c_void_p * 2)(ctypes.addressof(memory.step), ctypes.addressof(args)), ctypes.c_uint * 3
+                getattr(self.library, f"k3_shim_k_{kernel}")(three(x, y, z), three(threads, 1, 1), ctypes.c_size_t(shared), 0, ctypes.c_uint(1), pointers)
+
+
+class Memory:
+    """Of one rank; `peers` are those of all, once they exist."""
+
+    def __init__(self, plan, source, rank: int = 0):
+        self.plan, self.source, self.rank, self._weights = plan, source, rank, {}
+        self.dims = step_dims(plan.cfg, tp=plan.tp, slots=SLOTS, pages=SLOTS, slot_pages=1)
+        self.offsets, size = arena_offsets(plan)
+        self.arena = _aligned(size)
+        self.session = {n: _aligned(prod(self._shape(n)) * np.dtype(VIEW_DTYPES[BY_NAME[n].dtype]).itemsize) for n in SESSION}
+        self.step = StepStruct(arena=self.arena.ctypes.data, rank=rank, **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
+        for name, array in self.session.items():
+            setattr(self.step, f"{name}_base", array.ctypes.data)
+        self.meet([self] * plan.tp)
+
+    def meet(self, ranks) -> None:
+        for i, other in enumerate(ranks):
+            self.step.peers[i] = other.arena.ctypes.data
+
+    def _shape(self, name):
+        return buffer_shape(BY_NAME[name], self.dims)
+
+    def buffer(self, name):
+        shape, dtype = self._shape(name), np.dtype(VIEW_DTYPES[BY_NAME[name].dtype])
+        if name in self.session:
+            return self.session[name].view(dtype).reshape(shape)
+        start = self.offsets[name]
+        return self.arena[start:start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+    def weights_of(self, op):
+        if op not in self._weights:
+            self._weights[op] = [_copied(a) for a in op_arrays(op, self.source, self.plan.tp, self.rank)]
+        return self._weights[op]
+
+
+def _aligned(size: int) -> np.ndarray:
+    whole = np.zeros(size + 256, np.uint8)
+    start = -whole.ctypes.data % 256
+    return whole[start:start + size]
+
+
+def _copied(array) -> np.ndarray:
+    raw = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    out = _aligned(raw.nbytes)
+    out[:] = raw
+    return out

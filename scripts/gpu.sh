@@ -20,7 +20,7 @@ case $name in
   experts) k3cuda bench step -v --rank 3 --rows 1,8,64 --context 8K --experts 16,120,613 --stages 1,8,64 --output "$out/experts.json" "$@" ;;
   hops) k3cuda bench step -v --rank 3 --rows 1,8 --hop-delay-us 0,2.5 --output "$out/hops.json" "$@" ;;
   torch) python3 scripts/compare_torch.py --output "$out/torch.json" "$@" ;;
-  prefill) k3cuda bench prefill -v --rank 3 --prompt 8K --output "$out/prefill.json" "$@" ;;
+  prefill) k3cuda bench prefill -v --rank 3 --prompt 8K --experts 887 --stages --output "$out/prefill.json" "$@" ;;
   idle) OUT=$out python3 scripts/bench_idle.py "$@" ;;
   official) for part in step experts hops torch prefill idle; do sh scripts/gpu.sh "$part"; done ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;

@@ -86,7 +86,8 @@ class Memory:
 
     def weights_of(self, op):
         if op not in self._weights:
-            self._weights[op] = [_copied(a) for a in op_arrays(op, self.source, self.plan.tp, self.rank)]
+            read = lambda name: np.ascontiguousarray(self.source.rank_slices(name, op.layer, self.plan.tp, self.rank))  # noqa: E731
+            self._weights[op] = [_copied(a) for a in op_arrays(op, self.plan.cfg, self.plan.tp, read)]
         return self._weights[op]
 
 

@@ -1,0 +1,116 @@
+"""The image and its examples: locks that fit setup.py, their size, a linted Dockerfile, commands that the command line takes."""
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from command import ROOT
+from packaging.requirements import Requirement
+
+from k3cuda.cli import main
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import locks  # noqa: E402
+
+REQUIRED = os.environ.get("REQUIRE_CUDA_LINE")   # the line that CI installed: then nothing is skipped
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def takes(words) -> None:
+    """click reads a command line as a user's and starts nothing."""
+    command, *rest = words
+    main.commands[command].make_context(command, list(rest))
+
+
+def installed(line: str) -> dict[str, metadata.Distribution]:
+    """The packages of a lock that are here; all of them, or the test is left out."""
+    found = {}
+    for name in locks.read_lock(line):
+        try:
+            found[name] = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            if REQUIRED == line:
+                raise
+            pytest.skip(f"{line} is not installed here: no {name}")
+    return found
+
+
+@pytest.mark.parametrize("line", locks.LINES)
+def test_a_lock_is_within_the_ranges(line):
+    pins = locks.read_lock(line)
+    for text in locks.requirements(line):
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(pins[wanted.name.lower().replace("_", "-")][0]), text
+    compiled = {name for name, (_, hashes) in pins.items() if len(hashes) == len(locks.CPUS)}   # a wheel for each kind of CPU
+    assert {"numpy", "tiktoken", "cuda-bindings", f"nvidia-nccl-{line}", f"cupy-cuda{line[2:]}x"} <= compiled
+
+
+@pytest.mark.parametrize("line", locks.LINES)
+def test_a_lock_is_complete(line):
+    names = set(locks.read_lock(line))
+    for name, found in installed(line).items():
+        for needed in map(Requirement, found.requires or ()):
+            if needed.marker is None or needed.marker.evaluate({"extra": "", "python_version": locks.PYTHON}):
+                assert needed.name.lower().replace("_", "-").replace(".", "-") in names, f"{name} needs {needed}"
+
+
+@pytest.mark.parametrize("line", locks.LINES)
+def test_packages_of_a_line_fit_the_image(line):
+    sizes = {name: sum(Path(f.locate()).stat().st_size for f in found.files if f.suffix != ".pyc" and Path(f.locate()).is_file())
+             for name, found in installed(line).items()}
+    assert min(sizes.values()) > 0 and sum(sizes.values()) / 1e6 <= locks.LIMITS_MB[line], sorted(sizes.items(), key=lambda s: -s[1])[:5]
+
+
+def test_the_dockerfile_passes_hadolint():
+    beside = Path(sys.executable).parent / "hadolint"
+    tool = str(beside) if beside.exists() else shutil.which("hadolint")
+    if tool is None and REQUIRED is None:
+        pytest.skip("no hadolint; it comes with k3cuda[test] on x86_64")
+    done = subprocess.run([tool, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_dockerfile_says_what_is_so():
+    assert re.search(r"^ARG PYTHON_IMAGE=python:([\d.]+)-slim", DOCKERFILE, re.M).group(1) == locks.PYTHON
+    line = re.search(r"^ARG CUDA_LINE=(\w+)$", DOCKERFILE, re.M).group(1)
+    assert re.search(r"^COPY (\S+) requirements.lock$", DOCKERFILE, re.M).group(1).replace("${CUDA_LINE}", line) == str(locks.lock_of(line).relative_to(ROOT))
+    words = shlex.split(re.search(r'^ARG COMPILE="(.*)"$', DOCKERFILE, re.M).group(1))
+    takes(["compile", "--output", "cubin", *words])
+    entry, command = (json.loads(re.search(rf"^{name} (\[.*\])$", DOCKERFILE, re.M).group(1)) for name in ("ENTRYPOINT", "CMD"))
+    assert entry == ["k3cuda"]
+    takes(command)
+    assert set(re.findall(r"\b(K3CUDA_\w+)=", DOCKERFILE)) <= main.variables()
+
+
+def test_the_build_context_has_what_is_copied():
+    allowed = [row[1:] for row in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if row.startswith("!")]
+    copied = re.findall(r"^COPY (?!--from)(\S+) ", DOCKERFILE, re.M)
+    assert len(copied) == 2 and all(any(Path(path.replace("${CUDA_LINE}", "cu13")).match(rule) for rule in allowed) for path in copied)
+
+
+def test_commands_of_the_kubernetes_example():
+    text = (ROOT / "examples/kubernetes.yaml").read_text(encoding="utf-8")
+    args = json.loads(re.search(r"^ +args: (\[.*\])$", text, re.M).group(1))
+    takes(args)
+    grace = float(args[args.index("--shutdown-grace") + 1])
+    assert grace < int(re.search(r"terminationGracePeriodSeconds: (\d+)", text).group(1))
+    user, group = re.search(r"runAsUser: (\d+), runAsGroup: (\d+)", text).groups()
+    assert f"USER {user}:{group}\n" in DOCKERFILE
+    assert set(re.findall(r"\bK3CUDA_\w+", text)) <= main.variables()
+
+
+def test_commands_of_the_slurm_example():
+    path = ROOT / "examples/slurm.sh"
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text(encoding="utf-8")
+    commands = re.findall(r"srun k3cuda (.*)$", text, re.M)
+    assert [words.split()[0] for words in commands] == ["info", "check", "serve"]
+    for words in commands:
+        takes(shlex.split(words))
+    assert float(re.search(r"--shutdown-grace (\d+)", text).group(1)) < int(re.search(r"--signal=TERM@(\d+)", text).group(1))

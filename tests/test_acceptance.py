@@ -103,7 +103,7 @@ def chances(rule, log_p, log_q, ids):
 def test_emitted_law_is_the_target_s(rule, is_onehot, zeros, leaf):
     """The joint law of the next K + 1 tokens, drafts and dice summed out. `leaf`: after some drafts no further one is verified, decided by those
     before it alone, as a confidence threshold does."""
-    for seed in range(4):
+    for seed in range(3):
         p, q = tables(seed, zeros)
         ends = lambda prefix: len(prefix) == K or (leaf is not None and len(prefix) > 0 and hash((prefix, seed)) % leaf == 0)
         emitted = np.zeros((V,) * (K + 1))
@@ -149,7 +149,7 @@ def test_the_enumeration_can_fail(monkeypatch):
 
 
 def test_block_verification_accepts_no_fewer():
-    for seed in range(20):
+    for seed in range(8):
         p, q = tables(seed, False)
         mean = {rule: 0.0 for rule in RULES}
         for ids in itertools.product(range(V), repeat=K):
@@ -168,8 +168,8 @@ def draws(seed, first, k, params):
 
 @pytest.mark.parametrize("acceptance", [STANDARD, BLOCK])
 def test_random_numbers_of_drafts_and_verdicts_are_independent(acceptance):
-    """Several steps in a row for 1,500 seeds: the first three tokens have the target's joint law. Drafts and verdicts of one position recur in the
-    next step, so a number used twice would show."""
+    """Several steps in a row for 1,500 seeds: the first three tokens have the target's joint law, which they have not where drafts and verdicts
+    share their numbers. That no number comes twice in later steps either is tested with the engine."""
     p, q = tables(7, False)
     params, k, seen = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0), 2, np.zeros((V,) * 3)
     for seed in range(1500):
@@ -282,5 +282,5 @@ def test_length_6_with_7_drafts_emits_6_in_every_step():
 
 @pytest.mark.parametrize("length", [1.0, 1.25, 3.78, 4.0, 8.0])
 def test_lengths_are_met_with_the_least_variance(length):
-    counts = [1 + accept_synthetic([uniform(seed, i, STREAM_ACCEPT, i) for i in range(7)], length, 7) for seed in range(2000)]
-    assert set(counts) <= {int(length), int(np.ceil(length))} and abs(np.mean(counts) - length) < 0.04
+    counts = [1 + accept_synthetic([uniform(seed, i, STREAM_ACCEPT, i) for i in range(7)], length, 7) for seed in range(1200)]
+    assert set(counts) <= {int(length), int(np.ceil(length))} and abs(np.mean(counts) - length) < 0.05

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from test_engine import parameters, prompts
 
 from k3cuda.errors import NumericalError, UsageError
+from k3cuda.reference import accept, sample
 from k3cuda.runtime.engine import Engine
 from k3cuda.runtime.sampling import SamplingParams
 
@@ -32,7 +33,7 @@ drafted = st.fixed_dictionaries({"num_drafts": st.integers(1, 7), "draft_rows": 
 
 # Text
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(prompts, parameters, drafted, wrongs, st.sampled_from([4, 8, 64]))
 def test_a_greedy_request_gives_what_it_gives_without_drafts(prompt, given_, drafting, say, max_rows):
     """Stops, limits, penalties and all, for any drafts."""
@@ -151,6 +152,16 @@ def test_drafts_below_the_threshold_are_not_verified():
     assert (last["r"].stats.speculative.proposed, last["r"].stats.speculative.acceptance_length) == (8, 3)
     _, last, engine = run([greedy("r", max_tokens=4)], options(7, confidence_threshold=0.95), say=Always(), sure=sure)
     assert (last["r"].stats.speculative.proposed, last["r"].stats.speculative.steps, last["r"].stats.speculative.acceptance_rate) == (0, 2, None)
+
+
+@pytest.mark.parametrize("acceptance", ["standard", "block"])
+def test_no_random_number_is_used_twice(monkeypatch, acceptance):
+    """A position is proposed in several steps, and block verification looks at the numbers of drafts that it rejects."""
+    used = []
+    for module in (accept, sample):
+        monkeypatch.setattr(module, "uniform", lambda *where, right=module.uniform: used.append(where) or right(*where))
+    run([request(str(i), [i, 7], max_tokens=60, ignore_eos=True, seed=i) for i in range(3)], options(7, acceptance=acceptance))
+    assert len(used) > 3 * 60 * 2 and len({(*where, 0)[:4] for where in used}) == len(used)
 
 
 # Trouble

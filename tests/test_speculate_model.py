@@ -17,7 +17,7 @@ from k3cuda.runtime.numpy_backend import NumpyBackend
 from k3cuda.runtime.request import Request
 from k3cuda.runtime.sampling import SamplingParams
 
-SMALL = made_config(vocab_size=160, num_attention_heads=2, num_hidden_layers=3, full_attn_layers=[2], kda_layers=[1, 3], num_experts=4,
+SMALL = made_config(vocab_size=160, num_attention_heads=2, num_hidden_layers=2, full_attn_layers=[2], kda_layers=[1], num_experts=4,
                     num_experts_per_token=2, moe_intermediate_size=64, intermediate_size=64, attn_res_block_size=2)
 GREEDY = SamplingParams(temperature=0, top_p=1.0, top_k=0, min_p=0.0)
 PROMPTS = [[5, 9, 14], [30], [7, 7, 80, 12, 3], list(range(40, 110))]
@@ -89,7 +89,7 @@ def right_but(at, off=1):
 
 def test_greedy_text_of_500_tokens_is_the_same_bytes_with_any_pattern_of_drafts():
     """A batch of four with drafts that are right, wrong, right but at one place, and right now and then."""
-    e, rng = engine(drafting(3)), random.Random(1)
+    e, rng = engine(drafting(3, draft_rows="drafts")), random.Random(1)
     oracle(e, [right, wrong, right_but(1), lambda place, token: token if rng.random() < 0.9 else 0])
     for i in range(4):
         add(e, i, 500)

@@ -3,16 +3,24 @@ import ctypes
 
 import numpy as np
 import pytest
-from shim import host
+from shim import device, host
 
+from k3cuda import packing
+from k3cuda.packing import PACKED
+from k3cuda.plan import build_plan
 from k3cuda.runtime import repack
+from k3cuda.runtime.cuda_weights import packed_array, packed_bytes
+from k3cuda.runtime.made_config import made_config
+from k3cuda.runtime.made_model import MadeCheckpoint
+from k3cuda.runtime.repack_calls import calls_of
+from k3cuda.weights import BY_NAME
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return host.build('#include "repack.cuh"\n', ["repack_bf16", "repack_mxfp4"], tmp_path_factory.mktemp("shim"))
+    return device.build(tmp_path_factory.mktemp("shim"))
 
 
 def i32(*values):
@@ -80,3 +88,38 @@ def test_mxfp4(library, experts, rows, leaves, groups):
     scale[-1, 1, 0] = repack.MAX_SCALE_CODE + 3
     mxfp4(library, packed, scale, leaves, 1, np.empty_like(want), worst)
     assert worst[0] == repack.MAX_SCALE_CODE + 3
+
+
+def run(library, call, raw, out):
+    """A call as the device gets it, on host arrays: `raw` slices by name."""
+    ints, to = [ctypes.c_int(n) for n in call.ints], out[call.out:]
+    if call.kernel == "repack_bf16":
+        source = raw[call.source].reshape(-1).view(np.uint16)[call.skip:]
+        arguments = [source, to, *ints[:4], *u64(*call.longs), *ints[4:]]
+    else:
+        worst = np.zeros(1, np.uint32)
+        arguments = [raw[call.source], raw[call.source + "_scale"], to, repack.NIBBLE_TABLES, worst, *ints]
+    host.launch(library, call.kernel, 4, 64, arguments, seed=3)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 16])
+def test_every_packed_array_of_a_model(library, tp):
+    """The same calls that a GPU gets: all weights of two layers, and experts in two lots."""
+    made, seen = MadeCheckpoint(made_config(), fill="positions"), set()
+    cfg, rank = made.cfg, tp - 1
+    for op in build_plan(cfg, tp).ops:
+        for p in PACKED.get(op.stage.name, ()):
+            if op.layer not in (None, 0, 3) or p.how in (packing.PLAIN, packing.FOLDED):
+                continue
+            want = packed_array(p, cfg, tp, lambda name: made.rank_slices(name, op.layer, tp, rank))
+            out = np.full(packed_bytes(p, cfg, tp), 7, np.uint8)
+            names = [n for source in p.sources for n in ((source, source + "_scale") if p.how in (packing.EXPERTS, packing.EXPERT_PAIRS) else (source,))]
+            raw = {n: made.rank_slices(n, op.layer, tp, rank) for n in names}
+            lots = [range(9), range(9, 16)] if BY_NAME[p.sources[0]].per_expert else [range(1)]
+            for lot in lots:
+                part = {n: np.ascontiguousarray(x[lot.start:lot.stop]) for n, x in raw.items()} if len(lots) > 1 else raw
+                for call in calls_of(p, cfg, tp, len(lot)):
+                    run(library, call, part, out[lot.start * (len(out) // cfg.num_experts) if len(lots) > 1 else 0:])
+            assert out.tobytes() == want.tobytes(), (p, op.layer)
+            seen.add(p.how)
+    assert seen == {packing.TILES, packing.PAIRS, packing.HEADS, packing.HEADS_TURNED, packing.EXPERTS, packing.EXPERT_PAIRS}

@@ -1,4 +1,6 @@
 """A rank's checkpoint slices as the arrays its kernels read, on the host; cuda_memory.py uploads them."""
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import ml_dtypes
@@ -9,7 +11,10 @@ from ..config import K3Config
 from ..packing import PACKED, Packed
 from ..plan import Op
 from ..weights import BY_NAME, rank_bytes
+from .machine import host
 from .repack import TILE_ROWS, join, leaf_bytes, pack_bf16, pack_mxfp4, tiles_of
+
+_LOT = 8   # experts that a thread packs before it takes others
 
 
 def op_arrays(op: Op, cfg: K3Config, tp: int, read) -> list[np.ndarray]:
@@ -30,12 +35,24 @@ def packed_array(p: Packed, cfg: K3Config, tp: int, read) -> np.ndarray:
         return join([join(parts[-2:], interleave=True), *parts[:-2]] if p.how == packing.PAIRS else parts)
     if p.how in (packing.HEADS, packing.HEADS_TURNED):
         return _heads(p, read(p.sources[0]), cfg)
-    leaves, _ = packing.leaves_and_steps(p.sources[0], cfg, tp)
-    matrices = [pack_mxfp4(read(n), read(n + "_scale"), leaves) for n in p.sources]
-    if p.how == packing.EXPERTS:
-        return matrices[0]
-    tiles = np.stack(matrices, axis=2)  # [expert, tile, gate or up, leaf, bytes]
-    return tiles.reshape(len(tiles), -1, *tiles.shape[3:])
+    return _experts(p, cfg, tp, [(read(n), read(n + "_scale")) for n in p.sources])
+
+
+def _experts(p: Packed, cfg: K3Config, tp: int, matrices) -> np.ndarray:
+    """`matrices` are (packed, scale) of each source, [expert, rows, columns]; several threads take experts in turn."""
+    leaves, groups = packing.leaves_and_steps(p.sources[0], cfg, tp)
+    count, rows = matrices[0][0].shape[:2]
+    out = np.empty((count, tiles_of(rows), len(matrices), leaves, leaf_bytes(groups)), np.uint8)   # gate and up tiles in turn
+    lots = [slice(i, i + _LOT) for i in range(0, count, _LOT)]
+    jobs = [_pool().submit(pack_mxfp4, packed[lot], scale[lot], leaves, out[lot, :, i]) for i, (packed, scale) in enumerate(matrices) for lot in lots]
+    for job in jobs:
+        job.result()
+    return out.reshape(count, -1, leaves, leaf_bytes(groups))
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(host()["cores"] or 1, "k3cuda-pack")
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

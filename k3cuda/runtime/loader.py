@@ -27,13 +27,6 @@ class Counts:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
 
-class Worker:
-    """What one thread has for itself: its buffer, and whatever the target keeps with it."""
-
-    def __init__(self, buffer: np.ndarray | None):
-        self.buffer = buffer
-
-
 def page_buffer(nbytes: int) -> np.ndarray:
     """uint8 [nbytes], starting on a page; pages that are never touched take no memory."""
     return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
@@ -50,10 +43,10 @@ class Loader:
         checkpoint: an open runtime/checkpoint.py.
         tp, ranks: the ranks of this node, neighbours, which share every byte that is read.
         units: in the order in which they are wanted (load_plan.py).
-        open_target: makes what takes a unit's parts: has `put(worker, segment, view)`, called by several threads, and `flush(worker)`,
-            called before that worker's buffer is used again.
+        open_target: makes what takes a unit's parts: has `put(segment, view)`, which several threads call, and `flush()`, which each of them
+            calls before its buffer is used again. It is itself called by those threads, one at a time.
         mode: see block_reader.MODES.
-        make_buffer: bytes -> a worker's buffer, uint8, starting on a page.
+        make_buffer: bytes -> a buffer, uint8, starting on a page; called by the thread that uses it.
         progress: is told bytes of tensors as they arrive, from any thread; or None.
     """
 
@@ -103,10 +96,10 @@ class Loader:
 
     def _work(self) -> None:
         try:
-            worker = Worker(self._make_buffer())
+            buffer = self._make_buffer()
             while (job := self._next_block()) is not None:
                 begun, block = job
-                self._do(worker, begun.target, block)
+                self._do(buffer, begun.target, block)
                 with self._state:
                     begun.left -= 1
                     if begun.left == 0:
@@ -141,15 +134,15 @@ class Loader:
             self._begun.append(_Begun(unit, self._open_target(unit), blocks, len(blocks)))
         self._state.notify_all()
 
-    def _do(self, worker: Worker, target, block: Block) -> None:
+    def _do(self, buffer: np.ndarray | None, target, block: Block) -> None:
         start = time.perf_counter()
-        views = self.reader.read(block, worker.buffer)
+        views = self.reader.read(block, buffer)
         read = time.perf_counter()
         for r, view in zip(block.ranges, views):
             for segment in r.segments:
                 begin = segment.start - r.start
-                target.put(worker, segment, view[begin:begin + segment.nbytes])
-        target.flush(worker)
+                target.put(segment, view[begin:begin + segment.nbytes])
+        target.flush()
         end, wanted = time.perf_counter(), block.wanted_bytes
         with self.counts.lock:
             self.counts.read_s += read - start

@@ -23,12 +23,12 @@ class HostSlices:
             self.arrays[w.name] = array = np.empty((len(ranks), *experts, *shape), numpy_dtype(w.dtype))
             self._bytes[w.name] = array.view(np.uint8).reshape(len(ranks), *(experts or (1,)), shape[0], -1)
 
-    def put(self, worker, segment: Segment, view: np.ndarray) -> None:
+    def put(self, segment: Segment, view: np.ndarray) -> None:
         """Copies the rows `view`, uint8, to every rank's part of them."""
         expert = 0 if segment.expert is None else segment.expert - self._first_expert
         share_out(self._bytes[segment.weight.name][:, expert], segment, view, self._first_rank)
 
-    def flush(self, worker) -> None:
+    def flush(self) -> None:
         """Nothing is left to do: `put` copies."""
 
 

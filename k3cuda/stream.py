@@ -14,9 +14,18 @@ class Stream:
         return self
 
     def __next__(self) -> Chunk:
+        self.wait()
+        return self._collector.chunks.popleft()
+
+    @property
+    def waiting(self) -> int:
+        """Chunks that can be taken without a step of the model."""
+        return len(self._collector.chunks)
+
+    def wait(self) -> None:
+        """Steps the model until a chunk is waiting. StopIteration: the request has ended and all its chunks were taken."""
         if not self._collector.chunks:
             self._advance()
-        return self._collector.chunks.popleft()
 
     @property
     def output(self):

@@ -214,7 +214,7 @@ _DRAFTING = (
     flag("--draft-rows", metavar="WIDTH", help="Rows the draft computes: block or drafts.  [default: block]"),
     flag("--confidence-threshold", type=float, metavar="P", help="Verify drafts before the first that is less sure.  [default: all]"),
 )
-_ENGINE = (
+ENGINE = (
     flag("--tp", type=click.IntRange(min=1), default=1, metavar="N", aliases=TP_ALIASES,
           help="Ranks to cut the model over.  [default: 1]"),
     flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],
@@ -230,7 +230,7 @@ _ENGINE = (
     flag("--gpu-memory-utilization", cls=NotYet, what="a GPU memory budget",
           aliases=["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]),
 )
-engine = flags(*_ENGINE)
+engine = flags(*ENGINE)
 _ENGINE_NAMES = ("tp", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",
                  "draft_sampling", "draft_rows", "confidence_threshold")
 
@@ -243,7 +243,7 @@ def engine_arguments(flags: dict) -> dict:
 def server_engine(max_batch: int):
     """The flags of `engine` with another default for --max-batch."""
     batch = {"default": max_batch, "help": f"Sequences at a time.  [default: {max_batch}]"}
-    return flags(*((names, attributes | batch if "--max-batch" in names else attributes) for names, attributes in _ENGINE))
+    return flags(*((names, attributes | batch if "--max-batch" in names else attributes) for names, attributes in ENGINE))
 
 
 def effort(reasoning_effort: str | None, no_think: bool, model: str) -> str:

@@ -1,0 +1,107 @@
+"""Times of requests as a client sees them, and the numbers made of them. docs/bench.md defines each."""
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Times:
+    """One request, in seconds of one clock.
+
+    Attributes:
+        sent: when it was handed over. outputs: (when, tokens) of every step that gave it tokens, reasoning included.
+        speculative: counts of its drafts, None without. error: why it failed, else None.
+    """
+
+    prompt_tokens: int
+    sent: float
+    outputs: list[tuple[float, int]] = field(default_factory=list)
+    speculative: object = None
+    error: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(n for _, n in self.outputs)
+
+    @property
+    def ttft(self) -> float:
+        return self.outputs[0][0] - self.sent
+
+    @property
+    def e2el(self) -> float:
+        return self.outputs[-1][0] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None for a single token: there is no time after the first."""
+        return (self.e2el - self.ttft) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Gaps between outputs. With drafts one output has several tokens: then it is a step's time, not a token's."""
+        return [b - a for (a, _), (b, _) in zip(self.outputs, self.outputs[1:])]
+
+
+def measure(llm, prompts, params, clock=time.perf_counter) -> tuple[list[Times], float]:
+    """(times of each request, seconds for all). All are handed over at once; what has no slot waits, and its waiting counts.
+
+    Args:
+        prompts: int [prompts, tokens]. params: one SamplingParams a prompt. clock: seconds.
+    """
+    start = clock()
+    found = [Times(len(prompt), start) for prompt in prompts]
+    streams = [llm.stream(prompt, p) for prompt, p in zip(prompts, params)]
+    under_way = dict(enumerate(streams))
+    try:
+        while under_way:
+            first = next(iter(under_way.values()))
+            if not first.waiting:
+                first.wait()   # a step of the model, for all of them
+            now = clock()
+            for i, stream in list(under_way.items()):
+                tokens = sum(len(next(stream).token_ids) for _ in range(stream.waiting))
+                if tokens:
+                    found[i].outputs.append((now, tokens))
+                if stream.output is not None:
+                    del under_way[i]
+                    found[i].speculative = stream.output.stats.speculative
+                    if stream.output.finish_reason in ("error", "abort") or not found[i].outputs:
+                        found[i].error = str(stream.output.error or "aborted")
+        return found, clock() - start
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def summary(times: list[Times], duration: float) -> dict:
+    """Counts, rates and percentiles under the names that vLLM's benchmarks give them; None where there is nothing to count.
+
+    Percentiles interpolate between the closest ranks. Rates a user sees are inverted percentiles of times, so p90 is the slow tail.
+    """
+    done = [t for t in times if t.error is None]
+    inputs, outputs = sum(t.prompt_tokens for t in done), sum(t.tokens for t in done)
+    found = {"duration": duration, "completed": len(done), "failed": len(times) - len(done), "total_input_tokens": inputs, "total_output_tokens": outputs,
+             "request_throughput": len(done) / duration, "output_throughput": outputs / duration, "total_token_throughput": (inputs + outputs) / duration}
+    tpot = [t.tpot for t in done if t.tpot is not None]
+    for name, seconds in (("ttft", [t.ttft for t in done]), ("tpot", tpot), ("itl", [gap for t in done for gap in t.itl]), ("e2el", [t.e2el for t in done])):
+        found[f"mean_{name}_ms"] = 1e3 * sum(seconds) / len(seconds) if seconds else None
+        found |= {("median" if p == 50 else f"p{p}") + f"_{name}_ms": s and 1e3 * s for p, s in percentiles(seconds).items()}
+    for name, seconds in (("interactivity", tpot), ("e2e_normalized_interactivity", [t.e2el / t.tokens for t in done])):
+        found |= {f"p{p}_{name}": 1 / s if s else None for p, s in percentiles(seconds).items()}
+    return found | _drafts([t.speculative for t in done if t.speculative and t.speculative.steps])
+
+
+def percentiles(values, which=PERCENTILES) -> dict[int, float | None]:
+    return {p: float(np.percentile(values, p)) if len(values) else None for p in which}
+
+
+def _drafts(counts) -> dict:
+    steps, proposed, accepted = (sum(getattr(c, name) for c in counts) for name in ("steps", "proposed", "accepted"))
+    k = max((len(c.per_position) for c in counts), default=0)
+    return {"spec_decode_num_drafts": steps, "spec_decode_draft_tokens": proposed, "spec_decode_accepted_tokens": accepted,
+            "spec_decode_acceptance_rate": accepted / proposed if proposed else None,
+            "spec_decode_acceptance_length": sum(c.acceptance_length * c.steps for c in counts) / steps if steps else None,
+            "spec_decode_per_position_acceptance_rates": [sum(c.per_position[i] * c.steps for c in counts) / steps for i in range(k)]}

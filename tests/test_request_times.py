@@ -1,0 +1,95 @@
+"""Percentiles, TPOT, ITL and interactivity against values computed by hand, on clocks that are not the machine's."""
+import json
+import re
+
+import numpy as np
+import pytest
+from command import ROOT, k3, k3_json
+from scripted import fake  # noqa: F401
+
+from k3cuda import SamplingParams
+from k3cuda.runtime.request import Speculative
+from k3cuda.runtime.request_times import Times, measure, percentiles, summary
+
+
+def test_percentiles_interpolate_between_the_closest_ranks():
+    assert percentiles([10.0, 20.0, 30.0, 40.0]) == {50: 25.0, 90: pytest.approx(37.0), 99: pytest.approx(39.7)}   # places 1.5, 2.7, 2.97 of 0 to 3
+    assert percentiles([], (90,)) == {90: None} and percentiles([3.0]) == {50: 3.0, 90: 3.0, 99: 3.0}
+
+
+def test_one_request_by_hand():
+    t = Times(5, sent=10.0, outputs=[(10.5, 1), (10.75, 3), (11.5, 2)])   # three steps, six tokens
+    assert (t.ttft, t.e2el, t.tokens, t.itl) == (0.5, 1.5, 6, [0.25, 0.75])
+    assert t.tpot == 1.0 / 5   # of the five tokens after the first; a gap is a step's time
+    assert Times(5, 10.0, [(10.5, 1)]).tpot is None
+
+
+def test_summary_by_hand():
+    times = [Times(4, 0.0, [(1.0, 1), (2.0, 1), (3.0, 1)]),   # TPOT 1, E2EL 3 for 3 tokens
+             Times(4, 0.0, [(2.0, 1), (2.5, 2)]),             # TPOT 0.25, E2EL 2.5 for 3 tokens
+             Times(4, 0.0, [(4.0, 1)]),                       # no TPOT, E2EL 4 for 1 token
+             Times(9, 0.0, [(1.0, 1)], error="failed")]
+    found = summary(times, 8.0)
+    want = {"duration": 8.0, "completed": 3, "failed": 1, "total_input_tokens": 12, "total_output_tokens": 7, "request_throughput": 3 / 8,
+            "output_throughput": 7 / 8, "total_token_throughput": 19 / 8,
+            "mean_ttft_ms": 7000 / 3, "median_ttft_ms": 2000.0, "p90_ttft_ms": 3600.0, "p99_ttft_ms": 3960.0,
+            "mean_tpot_ms": 625.0, "median_tpot_ms": 625.0, "p90_tpot_ms": 925.0, "p99_tpot_ms": 992.5,
+            "mean_itl_ms": 2500 / 3, "median_itl_ms": 1000.0, "p90_itl_ms": 1000.0, "p99_itl_ms": 1000.0,
+            "mean_e2el_ms": 9500 / 3, "median_e2el_ms": 3000.0, "p90_e2el_ms": 3800.0, "p99_e2el_ms": 3980.0,
+            "p50_interactivity": 1.6, "p90_interactivity": 1 / 0.925, "p99_interactivity": 1 / 0.9925,
+            # seconds a token: 2.5 / 3, 1, 4; places 1, 1.8, 1.98
+            "p50_e2e_normalized_interactivity": 1.0, "p90_e2e_normalized_interactivity": 1 / 3.4, "p99_e2e_normalized_interactivity": 1 / 3.94,
+            "spec_decode_num_drafts": 0, "spec_decode_draft_tokens": 0, "spec_decode_accepted_tokens": 0, "spec_decode_acceptance_rate": None,
+            "spec_decode_acceptance_length": None}
+    assert found.pop("spec_decode_per_position_acceptance_rates") == []
+    assert found == pytest.approx(want)
+
+
+def test_draft_counts_are_those_of_all_steps():
+    def of(steps, proposed, accepted, length, per_position):
+        return Times(1, 0.0, [(1.0, 1)], Speculative(2, steps, proposed, accepted, accepted / proposed, length, per_position))
+
+    found = summary([of(1, 2, 2, 3.0, (1.0, 1.0)), of(3, 6, 0, 1.0, (0.0, 0.0)), Times(1, 0.0, [(1.0, 1)], Speculative(2, 0, 0, 0, None, None, None))], 1.0)
+    assert (found["spec_decode_num_drafts"], found["spec_decode_draft_tokens"], found["spec_decode_accepted_tokens"]) == (4, 8, 2)
+    assert found["spec_decode_acceptance_rate"] == 0.25 and found["spec_decode_acceptance_length"] == 1.5
+    assert found["spec_decode_per_position_acceptance_rates"] == [0.25, 0.25]
+
+
+def test_nothing_done_has_no_times():
+    found = summary([Times(1, 0.0, error="failed")], 2.0)
+    assert found["failed"] == 1 and found["output_throughput"] == 0 and found["mean_ttft_ms"] is None and found["p90_interactivity"] is None
+
+
+def steps_of(llm):
+    """A clock on which every step takes a second."""
+    return lambda: float(len(llm.backend.row_counts))
+
+
+def test_requests_on_a_clock_of_steps(fake):  # noqa: F811
+    llm = fake(num_slots=2)
+    found, seconds = measure(llm, np.ones((3, 5), int), [SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)] * 3, steps_of(llm))
+    # The prompts of two are one step, whose last row gives the first token; the third starts when they have ended.
+    assert [t.outputs for t in found] == [[(1, 1), (2, 1), (3, 1), (4, 1)]] * 2 + [[(5, 1), (6, 1), (7, 1), (8, 1)]] and seconds == 8
+    numbers = summary(found, seconds)
+    assert (numbers["median_ttft_ms"], numbers["p90_ttft_ms"], numbers["p90_e2el_ms"]) == pytest.approx((1000, 4200, 7200))
+    assert numbers["p99_tpot_ms"] == 1000 and numbers["p90_interactivity"] == 1 and numbers["output_throughput"] == 1.5 and not llm._has_work
+
+
+def test_failed_requests_are_told_apart(fake):  # noqa: F811
+    llm = fake(bad=lambda tokens: tokens[0] == 2 and len(tokens) > 6)
+    found, _ = measure(llm, np.array([[1] * 5, [2] * 5]), [SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)] * 2, steps_of(llm))
+    assert found[0].error is None and found[0].tokens == 4 and "finite" in found[1].error
+
+
+def test_the_commands():
+    page = (ROOT / "docs/bench.md").read_text(encoding="utf-8")
+    lengths = ["--input-len", 4, "--output-len", 3]
+    for command, flags, requests in (("latency", ["--batch-size", 2, "--num-iters", 2, "--num-iters-warmup", 1], 4), ("throughput", ["--num-prompts", 3, "--max-batch", 2], 3)):
+        found = k3_json("bench", command, "demo", *flags, *lengths)
+        shown, = re.findall(rf"```json {command}\n(.*?)```", page, re.S)
+        numbers = found["requests"]
+        assert set(json.loads(shown)) == set(found) and (numbers["completed"], numbers["total_output_tokens"]) == (requests, 3 * requests)
+        assert 0 < numbers["median_ttft_ms"] < numbers["median_e2el_ms"]
+        for name in numbers:
+            assert re.sub(r"^(mean|median|p\d+)_", "", name) in page, name
+    assert b"temperature: found 3" in k3("bench", "latency", "demo", "-t", 3, code=2).stderr

@@ -38,13 +38,13 @@ K3_DEVICE void mla_score(const MlaAttend& a, MlaSmem<S>& m, int set, int half) {
   MlaCursor c{0, 0};
   u32 count = 0;
   for (int k = 0;; ++k) {
-    gate_wait(&m.item_full[k & 1], k / 2 & 1);
+    barrier_wait(&m.item_full[k & 1], k / 2 & 1);
     const MlaItem item = m.item[k & 1];
     __syncwarp();
-    if (lane == 0) gate_arrive(&m.item_empty[k & 1]);
+    if (lane == 0) barrier_arrive(&m.item_empty[k & 1]);
     if (item.columns == 0) return;
     const int b = k % S::kQueryBuffers;
-    gate_wait(&m.query_full[b], k / S::kQueryBuffers & 1);
+    barrier_wait(&m.query_full[b], k / S::kQueryBuffers & 1);
     for (int page = item.begin; page < item.end; page += kMlaPage, c.step<S::kRing>(4), ++count) {
       if ((count & 1) != set) continue;
       float s[S::kPieces][S::kTiles][4] = {};
@@ -53,7 +53,7 @@ K3_DEVICE void mla_score(const MlaAttend& a, MlaSmem<S>& m, int set, int half) {
       for (int i = 0; i < S::kPieces; ++i) {
         MlaCursor p = c;
         p.step<S::kRing>(half * S::kPieces + i);
-        gate_wait(&m.full[p.at], p.parity);
+        barrier_wait(&m.full[p.at], p.parity);
         from[i] = shared_address(m.ring[p.at]) + lane % 16 * S::kRowBytes + lane / 16 * 16;
       }
       K3_UNROLL
@@ -100,8 +100,8 @@ K3_DEVICE void mla_score(const MlaAttend& a, MlaSmem<S>& m, int set, int half) {
         if (g == 0) *(float2*)&m.half_top[count & 3][half][n * 8 + 2 * t] = {v[0], v[1]};
       }
       named_barrier(3 + set, 64);
-      if (count) gate_wait(&m.top_full[set ^ 1], (count - 1) / 2 & 1);
-      gate_wait(&m.weight_empty[set], count / 2 & 1 ^ 1);
+      if (count) barrier_wait(&m.top_full[set ^ 1], (count - 1) / 2 & 1);
+      barrier_wait(&m.weight_empty[set], count / 2 & 1 ^ 1);
       bool changed = false;
       float2 shift[S::kTiles];
       K3_UNROLL
@@ -127,7 +127,7 @@ K3_DEVICE void mla_score(const MlaAttend& a, MlaSmem<S>& m, int set, int half) {
       changed = __any_sync(kFullWarp, changed);
       if (half == 0 && lane == 0) m.rescale[set] = changed;
       __syncwarp();
-      if (lane == 0) gate_arrive(&m.top_full[set]);             // of both warps: both have read the other pair's m
+      if (lane == 0) barrier_arrive(&m.top_full[set]);             // of both warps: both have read the other pair's m
       K3_UNROLL
       for (int n = 0; n < S::kTiles; ++n) {
         const float2 scale = *(const float2*)&m.scale[b][n * 8 + 2 * t];
@@ -140,10 +140,10 @@ K3_DEVICE void mla_score(const MlaAttend& a, MlaSmem<S>& m, int set, int half) {
       }
       if (edge) mla_clear_hidden<S>(m, c, page, item, half * kWarpSize + lane);
       __syncwarp();
-      if (lane == 0) gate_arrive(&m.weight_full[set]);
+      if (lane == 0) barrier_arrive(&m.weight_full[set]);
     }
     __syncwarp();
-    if (lane == 0) gate_arrive(&m.query_empty[b]);
+    if (lane == 0) barrier_arrive(&m.query_empty[b]);
   }
 }
 
@@ -157,15 +157,15 @@ K3_DEVICE void mla_weigh(const MlaAttend& a, MlaSmem<S>& m, int warp) {
   for (int i = 0; i < S::kOwnRowTiles / S::kPair; ++i)
     at[i] = S::swizzle(lane % 16 * S::kRowBytes + lane / 16 * 16 + (own / S::kPair + i) * 32);
   for (int k = 0;; ++k) {
-    gate_wait(&m.item_full[k & 1], k / 2 & 1);
+    barrier_wait(&m.item_full[k & 1], k / 2 & 1);
     const MlaItem item = m.item[k & 1];
     __syncwarp();
-    if (lane == 0) gate_arrive(&m.item_empty[k & 1]);
+    if (lane == 0) barrier_arrive(&m.item_empty[k & 1]);
     if (item.columns == 0) return;
     float o[S::kOwnRowTiles][S::kTiles][4] = {}, sum[4] = {};   // sum: of tile `warp` of the queries
     for (int page = item.begin; page < item.end; page += kMlaPage, ++page_count) {
       const int buffer = page_count & 1;
-      gate_wait(&m.weight_full[buffer], page_count / 2 & 1);
+      barrier_wait(&m.weight_full[buffer], page_count / 2 & 1);
       if (page != item.begin && m.rescale[buffer]) {
         K3_UNROLL
         for (int n = 0; n < S::kTiles; ++n) {
@@ -214,10 +214,10 @@ K3_DEVICE void mla_weigh(const MlaAttend& a, MlaSmem<S>& m, int warp) {
         for (int n = 0; n < S::kTiles; ++n)
           if (n == warp) C::multiply(sum, {C::kOnes, C::kOnes, C::kOnes, C::kOnes}, w[h][n].x, w[h][n].y);
         __syncwarp();
-        if (lane == 0) gate_arrive(&m.empty[c.at]);
+        if (lane == 0) barrier_arrive(&m.empty[c.at]);
         c = next;
       }
-      if (lane == 0) gate_arrive(&m.weight_empty[buffer]);
+      if (lane == 0) barrier_arrive(&m.weight_empty[buffer]);
     }
     if (g == 0 && warp < S::kTiles && item.end > item.begin)
       for (int j = 0; j < 2; ++j)
@@ -252,17 +252,17 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready) {
   if (warp == 0) mla_plan<S::kHeads, S::kColumns>(a.rows, m.work);
   if (threadIdx.x == kWarpSize) {
     for (int i = 0; i < S::kRing; ++i) {
-      gate_init(&m.full[i], 1);
-      gate_init(&m.empty[i], 8);
+      barrier_init(&m.full[i], 1);
+      barrier_init(&m.empty[i], 8);
     }
     for (int i = 0; i < 2; ++i) {
-      gate_init(&m.weight_full[i], 2);
-      gate_init(&m.top_full[i], 2);
-      gate_init(&m.weight_empty[i], 8);
-      gate_init(&m.item_full[i], 1);
-      gate_init(&m.item_empty[i], 15);
-      gate_init(&m.query_full[i], 3);
-      gate_init(&m.query_empty[i], 4);
+      barrier_init(&m.weight_full[i], 2);
+      barrier_init(&m.top_full[i], 2);
+      barrier_init(&m.weight_empty[i], 8);
+      barrier_init(&m.item_full[i], 1);
+      barrier_init(&m.item_empty[i], 15);
+      barrier_init(&m.query_full[i], 3);
+      barrier_init(&m.query_empty[i], 4);
     }
     barrier_fence_init();
   }

@@ -143,10 +143,10 @@ K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m) {
     // No sooner than it is needed: who reserves ahead takes from those who are done.
     if (k) index = gridDim.x + __shfl_sync(kFullWarp, lane == 0 ? atomicAdd(a.next, 1) : 0, 0);
     if (index < items) item = mla_item<S::kHeads, S::kColumns>(m.work, index);
-    gate_wait(&m.item_empty[k & 1], k / 2 & 1 ^ 1);
+    barrier_wait(&m.item_empty[k & 1], k / 2 & 1 ^ 1);
     if (lane == 0) {
       m.item[k & 1] = item;
-      gate_arrive(&m.item_full[k & 1]);
+      barrier_arrive(&m.item_full[k & 1]);
     }
     if (item.columns == 0) return;
     const int pages = max(item.end - item.begin + kMlaPage - 1, 0) / kMlaPage;   // a group may end before the run's last chunk begins
@@ -154,9 +154,9 @@ K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m) {
     for (int p = 0; p < pages; ++p) {
       const int from = a.first + __shfl_sync(kFullWarp, table, p) * kMlaPage;
       for (int piece = 0; piece < 4; ++piece, c.step<S::kRing>(1)) {
-        gate_wait(&m.empty[c.at], c.parity ^ 1);
+        barrier_wait(&m.empty[c.at], c.parity ^ 1);
         if (lane == 0) {
-          gate_expect(&m.full[c.at], S::kPiece);
+          barrier_expect(&m.full[c.at], S::kPiece);
           tensor_copy(m.ring[c.at], a.map, from + piece * 16, &m.full[c.at]);
         }
       }
@@ -221,13 +221,13 @@ template <class S>
 K3_DEVICE void mla_prepare(const MlaAttend& a, MlaSmem<S>& m, int warp) {
   int held[S::kQueryBuffers][2];
   for (int k = 0;; ++k) {
-    gate_wait(&m.item_full[k & 1], k / 2 & 1);
+    barrier_wait(&m.item_full[k & 1], k / 2 & 1);
     const MlaItem item = m.item[k & 1];
     __syncwarp();
-    if (lane_id() == 0) gate_arrive(&m.item_empty[k & 1]);
+    if (lane_id() == 0) barrier_arrive(&m.item_empty[k & 1]);
     if (item.columns == 0) return;
     const int b = k % S::kQueryBuffers;
-    gate_wait(&m.query_empty[b], k / S::kQueryBuffers & 1 ^ 1);
+    barrier_wait(&m.query_empty[b], k / S::kQueryBuffers & 1 ^ 1);
     K3_UNROLL
     for (int i = 0; i < S::kQueryBuffers; ++i) {
       if (i != b) continue;
@@ -235,6 +235,6 @@ K3_DEVICE void mla_prepare(const MlaAttend& a, MlaSmem<S>& m, int warp) {
       held[i][0] = item.run, held[i][1] = item.first;
     }
     __syncwarp();
-    if (lane_id() == 0) gate_arrive(&m.query_full[b]);
+    if (lane_id() == 0) barrier_arrive(&m.query_full[b]);
   }
 }

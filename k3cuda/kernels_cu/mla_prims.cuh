@@ -1,16 +1,10 @@
-// Instructions that only latent attention uses: barriers that count arrivals, boxes of a tensor, fragments, FP16 products.
+// Instructions that only latent attention uses: boxes of a tensor, fragments, FP16 products.
 #pragma once
 #include "prims.cuh"
 
 #ifdef K3_HOST_SHIM
 #include "mla_shim.cuh"
 #else
-K3_DEVICE void gate_init(u64* bar, u32 arrivals) { barrier_init(bar, arrivals); }
-K3_DEVICE void gate_expect(u64* bar, u32 bytes) { barrier_expect(bar, bytes); }
-K3_DEVICE void gate_wait(u64* bar, u32 parity) { barrier_wait(bar, parity); }
-K3_DEVICE void gate_arrive(u64* bar) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
-}
 // A box of a tensor, described on the host (cuTensorMapEncodeTiled), to shared memory; completes on `bar` by bytes.
 struct __align__(64) TensorMap { u64 opaque[16]; };
 K3_DEVICE void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {

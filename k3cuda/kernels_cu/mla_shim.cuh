@@ -16,27 +16,6 @@ inline u32 __byte_perm(u32 a, u32 b, u32 s) {
   return r;
 }
 
-// A barrier: phase in bit 0, arrivals missing, arrivals of a phase, bytes missing.
-struct HostGate { u32 phase : 1, missing : 15, arrivals : 16; int bytes; };
-static_assert(sizeof(HostGate) == 8, "stands where a barrier stands");
-inline void gate_check(HostGate* g) {
-  if (g->missing || g->bytes) return;
-  g->phase ^= 1;
-  g->missing = g->arrivals;
-  shim::cur->b->progress = true;
-}
-inline void gate_init(u64* bar, u32 arrivals) { *(HostGate*)bar = {0, arrivals, arrivals, 0}; }
-inline void gate_arrive(u64* bar) {
-  auto* g = (HostGate*)bar;
-  --g->missing;
-  gate_check(g);
-}
-inline void gate_expect(u64* bar, u32 bytes) {
-  ((HostGate*)bar)->bytes += bytes;
-  gate_arrive(bar);
-}
-inline void gate_wait(u64* bar, u32 parity) { while (((volatile HostGate*)bar)->phase == parity) shim_yield(); }
-
 inline u32 shared_address(const void* p) { return u32((const u8*)p - shim::cur->b->dyn); }
 inline u8* shared_pointer(u32 at) { return shim::cur->b->dyn + at; }
 
@@ -50,8 +29,8 @@ inline void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
     u32 at = to + i;
     *shared_pointer(at ^ (at >> 3 & (block - 16))) = from[i];
   }
-  ((HostGate*)bar)->bytes -= 16 * row;
-  gate_check((HostGate*)bar);
+  ((HostBarrier*)bar)->bytes -= 16 * row;
+  barrier_check((HostBarrier*)bar);
 }
 inline void fence_copies() {}
 template <int> inline void give_registers() {}

@@ -96,18 +96,33 @@ K3_DEVICE void mma(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
 #endif
 }
 
-// ---- transaction barriers in shared memory, and bulk copies that complete on them ----
+// ---- barriers in shared memory, which count arrivals and bytes, and bulk copies that complete on them ----
 #ifdef K3_HOST_SHIM
-// Low word: phase. High word: bytes still to come.
-inline void barrier_init(u64* bar, u32) { *bar = 0; }
+// Arrivals missing of a phase's, bytes missing.
+struct HostBarrier { u32 phase : 1, missing : 15, arrivals : 16; int bytes; };
+static_assert(sizeof(HostBarrier) == sizeof(u64), "stands where a barrier stands");
+inline void barrier_check(HostBarrier* b) {
+  if (b->missing || b->bytes) return;
+  b->phase ^= 1;
+  b->missing = b->arrivals;
+  shim::cur->b->progress = true;
+}
+inline void barrier_init(u64* bar, u32 arrivals) { *(HostBarrier*)bar = {0, arrivals, arrivals, 0}; }
 inline void barrier_fence_init() {}
-inline void barrier_expect(u64* bar, u32 bytes) { *bar += u64(bytes) << 32; }
-inline void barrier_wait(u64* bar, u32 parity) { while ((*(volatile u64*)bar & 1) == parity) shim_yield(); }
+inline void barrier_arrive(u64* bar) {
+  auto* b = (HostBarrier*)bar;
+  --b->missing;
+  barrier_check(b);
+}
+inline void barrier_expect(u64* bar, u32 bytes) {
+  ((HostBarrier*)bar)->bytes += bytes;
+  barrier_arrive(bar);
+}
+inline void barrier_wait(u64* bar, u32 parity) { while (((volatile HostBarrier*)bar)->phase == parity) shim_yield(); }
 inline void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
   std::memcpy(dst, src, bytes);
-  *bar -= u64(bytes) << 32;
-  if (!(*bar >> 32)) *bar ^= 1;
-  shim::cur->b->progress = true;
+  ((HostBarrier*)bar)->bytes -= bytes;
+  barrier_check((HostBarrier*)bar);
 }
 #else
 K3_DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
@@ -116,6 +131,10 @@ K3_DEVICE void barrier_init(u64* bar, u32 arrivals) {
 }
 // Makes initialised barriers visible to the copy engine.
 K3_DEVICE void barrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// What this thread wrote before is seen by who waits for the phase.
+K3_DEVICE void barrier_arrive(u64* bar) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
 // Arrives, and lets the phase complete once `bytes` have landed as well.
 K3_DEVICE void barrier_expect(u64* bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");

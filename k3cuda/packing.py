@@ -44,9 +44,9 @@ PACKED: dict[str, tuple[Packed, ...]] = {
     "dense_up": (_p(PAIRS, "dense_gate_up", "dense_gate_proj dense_up_proj"),),
     "dense_down": (_p(TILES, "dense_down_proj"),),
     "moe_in": (_p(PAIRS, "moe_in", "router latent_down shared_gate_proj shared_up_proj"),),
-    "route": (_p(PLAIN, "e_score_correction_bias"),),
+    "route": (_p(PLAIN, "e_score_correction_bias"), _p(TILES, "shared_down_proj")),
     "expert_up": (_p(EXPERT_PAIRS, "expert_w13", "expert_w1 expert_w3"),),
-    "moe_down": (_p(TILES, "shared_down_proj"), _p(EXPERTS, "expert_w2")),
+    "moe_down": (_p(EXPERTS, "expert_w2"),),
     "routed_norm": (_p(PLAIN, "routed_expert_norm"),),
     "latent_up": (_p(TILES, "latent_up"),),
     "tap_mix": (_p(FOLDED, "tap_score", "self_attention_res_norm self_attention_res_proj"),),
@@ -55,9 +55,10 @@ PACKED: dict[str, tuple[Packed, ...]] = {
     "lm_head": (_p(TILES, "lm_head"),),
 }
 # Stages of more than one kernel, in order: what passes between them is theirs alone.
-KERNELS = {"route": ("route", "route_list"), "mla_attend": ("mla_attend", "mla_combine"), "moe_down": ("shared_down", "moe_down")}
+KERNELS = {"mla_attend": ("mla_attend", "mla_combine")}
 # The same in a step of more than DECODE_ROWS rows, where other kernels run it.
-WIDE_KERNELS = {"kda_mix": ("kda_gates", "kda_scan", "kda_norm"), "moe_down": ("shared_down", "expert_items", "expert_sum")}
+WIDE_KERNELS = {"kda_mix": ("kda_gates", "kda_scan", "kda_norm"), "route": ("choose", "route_list", "shared_down"),
+                "moe_down": ("expert_items", "expert_sum")}
 # Kernels that multiply every row of a step by one matrix: in a wide step each may have a second one, which adds leaf sums.
 PRODUCTS = frozenset(("kda_in", "mla_in", "mla_q", "o_proj", "dense_up", "dense_down", "moe_in", "shared_down", "latent_up"))
 SLICED = frozenset(("mla_attend", "mla_combine"))  # take DECODE_ROWS rows at most: launched for one slice after the other

@@ -26,7 +26,7 @@ MIXES = ((8, 2, 256, 2), (8, 2, 384), (8, 2, 512), (4, 2, 384), (4, 2, 512), (2,
 COMMITS = ((1, 2), (2, 2), (4, 2), (4, 2, 256))
 NORMS = ((HIDDEN, 16, PARTS, 8, 16, 448), (HIDDEN, 16, PARTS, 8, 8, 448), (HIDDEN, 16, PARTS, 8, 8, 896), (HIDDEN, 16, PARTS, 8, 16, 224),
          (HIDDEN, 16, 1, 8, 16, 448), (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448))
-ROUTES = ((8, 384), (1, 256), (1, 512), (8, 512))
+ROUTES = (128, 256, 512)   # threads
 LISTS = ((8, 384), (64, 384), (64, 1024), (256, 1024))
 WAIT = """extern "C" __global__ void spacer(int cycles) {
   grid_wait();
@@ -128,10 +128,9 @@ def bench_route(b):
         slots, weights = cp.zeros(rows, cp.int32), uniform(rows, 16)
         ids = cp.asarray(np.stack([np.random.default_rng(r).permutation(896)[:16] for r in range(rows)]).astype(np.int32))
         logits, bias = uniform(rows, 896, low=-4, high=4), uniform(896, high=0.1)
-        for r, threads in ROUTES:
-            args = [logits, bias, slots, ctypes.c_int(rows), ctypes.c_float(1), ids, weights]
-            b.line(f"route {r} rows a block, {threads} threads, {rows} rows", ck.route(896, 16, r, threads), -(-rows // r), [args] * 64,
-                   rows * 896 * 4)
+        for threads in ROUTES:
+            args = [logits, bias, slots, ctypes.c_float(1), ids, weights]
+            b.line(f"route, {threads} threads, {rows} rows", ck.route(896, 16, threads), rows, [args] * 64, rows * 896 * 4)
         out = [cp.zeros(n, cp.int32) for n in (1, 1, 4097, 4096)]
         for most, threads in LISTS:
             if rows <= most:
@@ -141,7 +140,7 @@ def bench_route(b):
 
 PARTS_OF_BENCH = {"kda": ([ck.kda_mix(*s) for s in MIXES], bench_mix), "commit": ([ck.kda_commit(*s) for s in COMMITS], bench_commit),
                   "norm": ([ck.norm_row(*s) for s in NORMS], bench_norm),
-                  "route": ([ck.route(896, 16, *s) for s in ROUTES] + [ck.list_experts(896, 16, *s) for s in LISTS], bench_route)}
+                  "route": ([ck.route(896, 16, s) for s in ROUTES] + [ck.list_experts(896, 16, *s) for s in LISTS], bench_route)}
 
 
 def main(names):

@@ -18,16 +18,16 @@ def expert_unit(tune: bool) -> str:
     d = K3Config.from_json(RELEASED_FOLDER).dims()
     up, down = (tree_leaves(d[n], MXFP4_GROUP) for n in ("routed_expert_hidden_size", "moe_intermediate_size"))
     groups = d["routed_expert_hidden_size"] // MXFP4_GROUP // up, d["moe_intermediate_size"] // MXFP4_GROUP // down
-    lines = ["#define K3_BENCH_SMS 132", '#include "bench_core.cuh"']
+    lines = ["#define K3_BENCH_SMS 132", '#include "bench_core.cuh"', f"typedef ExpertList<{MAX_ITEMS}> list;"]
     for i, (wk, ring, warps, tiles, down_ring, blocks) in enumerate(EXPERT_LAYOUTS if tune else EXPERT_LAYOUTS[:1]):
-        lines += [f"typedef ExpertUpShape<{up}, {groups[0]}, {MAX_ITEMS}, {wk}, {ring << 10}> up{i};",
-                  f"typedef ExpertDownShape<{down // TP}, {groups[1]}, {MAX_ITEMS}, 64, {warps}, {tiles}, {down_ring << 10}> down{i};",
+        lines += [f"typedef ExpertUpShape<{up}, {groups[0]}, list, 8, {wk}, {ring << 10}> up{i};",
+                  f"typedef ExpertDownShape<{down // TP}, {groups[1]}, list, 64, {TOP_K}, {warps}, {tiles}, {down_ring << 10}> down{i};",
                   f"K3_BENCH_EXPERTS(e{i}, {blocks[0]}, {blocks[1]}, up{i}, down{i})"]
     return "\n".join(lines) + "\n"
 
 
 # warps and ring (KiB) of up, warps, tiles and ring of down, least blocks a multiprocessor of both
-EXPERT_LAYOUTS = [(8, 64, 16, 2, 106, (2, 1)), (8, 64, 8, 1, 27, (2, 2)), (8, 64, 12, 2, 80, (2, 1)), (8, 64, 8, 2, 53, (2, 1))]
+EXPERT_LAYOUTS = [(8, 62, 16, 2, 106, (2, 1)), (8, 64, 8, 1, 27, (2, 2)), (8, 64, 12, 2, 80, (2, 1)), (8, 64, 8, 2, 53, (2, 1))]
 
 
 class Experts:
@@ -87,7 +87,7 @@ class Experts:
         launches = []
         for kind, arguments, groups in (
                 ("up", [p(self.w13), n(self.pairs), p(x), n(self.latent), n(TOP_K), p(entries), p(up)], None),
-                ("down", [p(self.w2), n(self.tiles), p(act), n(self.width), p(weights), n(TOP_K), n(rows), p(entries), p(down)], self.tiles)):
+                ("down", [p(self.w2), n(self.tiles), p(act), n(self.width), p(weights), n(rows), p(entries), p(down)], self.tiles)):
             _, threads, shared, _ = module.constants(f"e{i}_{kind}_launch", 4)
             grid = groups or self.b.device.sms * (2 if shared < 114 * 1024 and threads <= 256 else 1)
             launches.append(Launch(module.function(f"e{i}_{kind}", shared), grid, threads, arguments, shared=shared, stream=self.b.raw, dependent=True))

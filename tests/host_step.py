@@ -21,9 +21,11 @@ class Kernels:
     Args:
         stages: name -> kernels that are left out.
         folder: a new one.
+        first_blocks: kernel -> how many of its blocks run, the first ones; they may be of a kernel that is a cluster, if they use none.
     """
 
-    def __init__(self, rows: int, tp: int, ride: bool, stages: dict, folder):
+    def __init__(self, rows: int, tp: int, ride: bool, stages: dict, folder, first_blocks: dict[str, int] | None = None):
+        self.first_blocks = first_blocks or {}
         source = headdims()
         self.plan, self.rows, self.ride, self.source, self.stages = build_plan(source.cfg, tp), rows, ride, source, stages
         files = build_files(self.plan, rows, "bf16", sms=5, ride=ride)   # few blocks, so that they walk
@@ -50,7 +52,8 @@ class Kernels:
         for kernel, first in self.launches(op):
             args.first_row = first
             x, y, z, threads, cluster, shared = host.constants(self.library, f"k_{kernel}_launch", 6)
-            assert cluster == 1, f"{kernel} is a cluster"
+            assert cluster == 1 or kernel in self.first_blocks, f"{kernel} is a cluster"
+            x = self.first_blocks.get(kernel, x)
             if x:
                 pointers, three = (ctypes.c_void_p * 2)(ctypes.addressof(memory.step), ctypes.addressof(args)), ctypes.c_uint * 3
                 getattr(self.library, f"k3_shim_k_{kernel}")(three(x, y, z), three(threads, 1, 1), ctypes.c_size_t(shared), 0, ctypes.c_uint(1), pointers)

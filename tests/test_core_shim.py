@@ -65,7 +65,7 @@ def test_experts(tmp_path):
     host.launch(library, "small_up", 3, threads, [case.w13, count(u.WIDTH // 16), case.x, count(u.LATENT), count(u.TOP_K), words, up], shared, seed=1)
     _, threads, shared, _ = host.constants(library, "small_down_launch", 4)
     host.launch(library, "small_down", u.LATENT // 16, threads, [case.w2_packed, count(u.LATENT // 16), case.act, count(u.WIDTH), case.weights,
-                                                                 count(u.TOP_K), count(20), words, down], shared, seed=2)
+                                                                 count(20), words, down], shared, seed=2)
     items = [r * u.TOP_K + p for r in rows for p in range(u.TOP_K)]
     assert np.linalg.norm(up[items] - gate_up[items]) < F32_SUMS * np.linalg.norm(gate_up[items])
     assert np.isnan(np.delete(up, items, axis=0)).all()

@@ -78,7 +78,7 @@ def test_no_kernel_uses_local_memory(unit):
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_products_use_the_machine(unit, kernel):
     """Tensor products, and weights that arrive 16 bytes a lane or in bulk."""
-    of_wide = {"moe_down": "expert_items"}   # other kernels run the stage there
+    of_wide = {"moe_down": "expert_items", "route": "shared_down"}   # other kernels run the stage there
     ops = kernels(unit)[of_wide.get(kernel, kernel) if unit == "wide" else kernel]
     assert any(o.startswith("HMMA.16816.F32") for o in ops), ops
     assert any(o.startswith(("UBLKCP", "UTMALDG")) or o.startswith(("LDG", "LDGSTS")) and "128" in o for o in ops), ops

@@ -20,15 +20,16 @@ WIDE, NARROW = 128, 64
 SLOT = np.repeat([3, 0, 5, 1, 7, 9, 2, 4], [37, 1, 9, 17, 1, 3, 52, 6])
 LIVE = len(SLOT)
 # stage -> kernels left out, because another stage's test has them or they need clusters
-STAGES = {"kda_in": (), "kda_mix": (), "mla_in": (), "mla_q": (), "dense_up": (), "dense_down": (), "moe_in": (), "route": (), "expert_up": (),
-          "moe_down": ("shared_down", "shared_down_tree"), "latent_up": ()}
+STAGES = {"kda_in": (), "kda_mix": (), "mla_in": (), "mla_q": (), "dense_up": (), "dense_down": (), "moe_in": (), "route": ("shared_down", "shared_down_tree"),
+          "expert_up": (), "moe_down": (), "latent_up": ()}
+CHOICE = {"route": NARROW}   # the choice's blocks come first; the shared expert's are left out
 CHAIN = ("route", "expert_up", "moe_down")   # the list of experts passes between them
 
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
-    found = {rows: Kernels(rows, 1, True, STAGES, folder / str(rows)) for rows in (WIDE, NARROW)}
+    found = {rows: Kernels(rows, 1, True, STAGES, folder / str(rows), CHOICE) for rows in (WIDE, NARROW)}
     return {rows: (k, Memory(k.plan, k.source)) for rows, k in found.items()}
 
 

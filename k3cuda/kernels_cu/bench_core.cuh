@@ -24,19 +24,21 @@ extern "C" __global__ void fill(u32* p, size_t n, u32 seed, int mode) {
 
 #define K3_BENCH_EXPERTS(NAME, MIN_UP, MIN_DOWN, UP, DOWN)                                                                   \
   extern "C" __global__ void __launch_bounds__(UP::kThreads, MIN_UP)                                                         \
-      NAME##_up(const u8* w, int tile_pairs, const bf16* x, int stride, int top_k, const ExpertList<UP::kMaxItems>* list, float* y) { \
+      NAME##_up(const u8* w, int tile_pairs, const bf16* x, int stride, int top_k, const typename UP::List* from, float* y) { \
     K3_DYN_SMEM(u8, smem);                                                                                                   \
     int half = tile_pairs * kTileRows;                                                                                       \
-    expert_up_product<UP>(w, tile_pairs, x, stride, top_k, list, smem, [&](int item, int row, float gate, float up) {        \
+    auto make_list = [&](auto& list, u8*) { grid_wait(); grid_launch_next(); load_list(list, from); };                       \
+    expert_up_product<UP>(w, tile_pairs, x, stride, top_k, gridDim.x, smem, make_list, [&](int item, int row, float gate, float up) { \
       y[size_t(item) * 2 * half + row] = gate;                                                                               \
       y[size_t(item) * 2 * half + half + row] = up;                                                                          \
     });                                                                                                                      \
   }                                                                                                                          \
   extern "C" __global__ void __launch_bounds__(DOWN::kThreads, MIN_DOWN)                                                     \
-      NAME##_down(const u8* w, int tiles, const bf16* x, int stride, const float* weights, int top_k, int rows,              \
-                  const ExpertList<DOWN::kMaxItems>* list, float* y) {                                                       \
+      NAME##_down(const u8* w, int tiles, const bf16* x, int stride, const float* weights, int rows,                         \
+                  const typename DOWN::List* from, float* y) {                                                               \
     K3_DYN_SMEM(u8, smem);                                                                                                   \
-    expert_down_product<DOWN>(w, tiles, x, stride, weights, top_k, rows, list, smem,                                         \
+    auto make_list = [&](auto& list, u8*) { grid_wait(); grid_launch_next(); load_list(list, from); };                       \
+    expert_down_product<DOWN>(w, tiles, x, stride, weights, rows, smem, make_list, [] {},                                    \
                               [&](int row, int token, float v) { y[size_t(token) * tiles * kTileRows + row] = v; });         \
   }                                                                                                                          \
   extern "C" __constant__ int NAME##_up_launch[4] = {0, UP::kThreads, UP::kSmem, 1};                                         \

@@ -1,5 +1,5 @@
-// The router's choice for a few rows, and the list of chosen experts that weight-major kernels walk. Both are the work of one block,
-// small enough that every block of an expert kernel can repeat them instead of waiting for another launch.
+// The router's choice for a row, and the list of chosen experts that weight-major kernels walk. Both are the work of one block;
+// the list is so small that every block of an expert kernel makes its own, instead of waiting for another launch.
 //
 // Order of experts: falling sigmoid(logit) + bias, lower id first on equal scores, NaN last. A score becomes an unsigned key of the
 // same order; key and id together are one number, larger is better, and no two are equal.
@@ -19,12 +19,9 @@ K3_DEVICE u32 rising_key(float v) {
 K3_DEVICE u64 candidate(u32 key, int id) { return u64(key) << 32 | (0xffffffffu - u32(id)); }
 K3_DEVICE int candidate_id(u64 c) { return int(0xffffffffu - u32(c)); }
 
-// kRows: rows of one call at most, each by one warp.
-template <int kExperts_, int kTopK_, int kRows_, int kThreads_>
+template <int kExperts_, int kTopK_, int kThreads_>
 struct RouteShape {
-  static constexpr int kExperts = kExperts_, kTopK = kTopK_, kRows = kRows_, kThreads = kThreads_;
-  static constexpr int kWarps = kThreads / kWarpSize;
-  static constexpr int kActive = kRows < kWarps ? kRows : kWarps;          // warps that choose
+  static constexpr int kExperts = kExperts_, kTopK = kTopK_, kThreads = kThreads_;
   static constexpr int kPer = (kExperts + kWarpSize - 1) / kWarpSize;
   static constexpr int kList = 2 * kWarpSize;
   static_assert(kTopK <= kWarpSize && kTopK <= kExperts, "a choice is a lane");
@@ -32,33 +29,36 @@ struct RouteShape {
 
 template <class S>
 struct RouteSmem {
-  u64 list[S::kActive][S::kList];
-  u32 keys[S::kRows][S::kExperts];
-  int chosen[S::kActive][kWarpSize];
+  u64 list[S::kList];
+  u32 keys[S::kExperts];
+  float scores[S::kExperts];
+  int chosen[kWarpSize];
 };
 
-// The kTopK best of one row's keys to chosen[0..kTopK), best first; a warp.
+// The kTopK best keys to chosen[0..kTopK), best first; a warp.
 // The kTopK-th best of the 32 lanes' best is no better than the kTopK-th best of all, so what is worse than it is out: about 22 of a big model's experts
 // stay, and are ranked by counting who is better. More than the list holds (an ordered input can do it): one after the other.
 template <class S>
-K3_DEVICE void choose(const u32* keys, u64* list, int* chosen) {
+K3_DEVICE void choose(RouteSmem<S>& m) {
   const int lane = lane_id();
   u32 key[S::kPer];
   u64 best = 0;                                 // less than any expert's
   K3_UNROLL
   for (int i = 0; i < S::kPer; ++i) {
     int id = i * kWarpSize + lane;
-    key[i] = id < S::kExperts ? keys[id] : 0;
+    key[i] = id < S::kExperts ? m.keys[id] : 0;
     u64 c = id < S::kExperts ? candidate(key[i], id) : 0;
     best = c > best ? c : best;
   }
-  list[lane] = best;
+  m.list[lane] = best;
   __syncwarp();
   int better = 0;
 #pragma unroll 8
-  for (int i = 0; i < kWarpSize; ++i) better += list[i] > best;
+  for (int i = 0; i < kWarpSize; ++i) better += m.list[i] > best;
   u32 last = __ballot_sync(kFullWarp, better == S::kTopK - 1);
   u64 least = last ? __shfl_sync(kFullWarp, best, 31 - __clz(last)) : 0;   // fewer lanes than choices: everything may come
+  __syncwarp();
+  m.list[lane] = m.list[lane + kWarpSize] = 0;
   __syncwarp();
   int count = 0;
   K3_UNROLL
@@ -67,15 +67,19 @@ K3_DEVICE void choose(const u32* keys, u64* list, int* chosen) {
     u64 c = id < S::kExperts ? candidate(key[i], id) : 0;
     u32 in = __ballot_sync(kFullWarp, c != 0 && c >= least);
     int at = count + __popc(in & ((1u << lane) - 1));
-    if ((in >> lane & 1) && at < S::kList) list[at] = c;
+    if ((in >> lane & 1) && at < S::kList) m.list[at] = c;
     count += __popc(in);
   }
   __syncwarp();
   if (count <= S::kList) {
     for (int i = lane; i < count; i += kWarpSize) {
+      u64 own = m.list[i];
       int rank = 0;
-      for (int j = 0; j < count; ++j) rank += list[j] > list[i];
-      if (rank < S::kTopK) chosen[rank] = candidate_id(list[i]);
+      for (int first = 0; first < count; first += kWarpSize) {
+#pragma unroll 16
+        for (int j = 0; j < kWarpSize; ++j) rank += m.list[first + j] > own;
+      }
+      if (rank < S::kTopK) m.chosen[rank] = candidate_id(own);
     }
   } else {
     u64 below = ~u64(0);
@@ -92,38 +96,46 @@ K3_DEVICE void choose(const u32* keys, u64* list, int* chosen) {
         u64 other = __shfl_xor_sync(kFullWarp, top, d);
         top = other > top ? other : top;
       }
-      if (lane == 0) chosen[place] = candidate_id(top);
+      if (lane == 0) m.chosen[place] = candidate_id(top);
       below = top;
     }
   }
   __syncwarp();
 }
 
-// Rows first .. first + rows of logits to ids and weights, [row][kTopK], best first; weights are unbiased scores that sum to `scale`.
-// ids and weights may lie in shared memory. Rows whose slot is -1 are left alone. The whole block; it is in step afterwards.
-template <class S>
-K3_DEVICE void route_rows(const float* logits, const float* bias, const int* row_slot, int first, int rows, float scale, int* ids,
-                          float* weights, RouteSmem<S>& m) {
-  for (int i = threadIdx.x; i < rows * S::kExperts; i += S::kThreads) {
-    int r = i / S::kExperts, e = i % S::kExperts;
-    if (row_slot[first + r] < 0) continue;
-    m.keys[r][e] = rising_key(sigmoid(logits[size_t(first + r) * S::kExperts + e]) + bias[e]);
+// One row of logits to ids and weights [kTopK], best first; weights are unbiased scores that sum to `scale`. A row that is not live is
+// left alone. `ready` is called once by every thread, before logits are read. The whole block; the first warp writes the results.
+template <class S, class Ready>
+K3_DEVICE void route_row(const float* logits, const float* bias, bool live, float scale, int* ids, float* weights, RouteSmem<S>& m, Ready ready) {
+  constexpr int kOwn = (S::kExperts + S::kThreads - 1) / S::kThreads;
+  float own_bias[kOwn], logit[kOwn];
+  K3_UNROLL
+  for (int i = 0; i < kOwn; ++i) {
+    int e = i * S::kThreads + int(threadIdx.x);
+    own_bias[i] = e < S::kExperts ? bias[e] : 0;
+  }
+  ready();
+  if (!live) return;
+  K3_UNROLL
+  for (int i = 0; i < kOwn; ++i) {
+    int e = i * S::kThreads + int(threadIdx.x);
+    logit[i] = e < S::kExperts ? logits[e] : 0;
+  }
+  K3_UNROLL
+  for (int i = 0; i < kOwn; ++i) {
+    int e = i * S::kThreads + int(threadIdx.x);
+    if (e >= S::kExperts) continue;
+    float score = sigmoid(logit[i]);
+    m.scores[e] = score;
+    m.keys[e] = rising_key(score + own_bias[i]);
   }
   __syncthreads();
-  for (int r = warp_id(); r < rows; r += S::kWarps) {
-    if (row_slot[first + r] < 0) continue;
-    int w = r % S::kWarps, lane = lane_id();
-    choose<S>(m.keys[r], m.list[w], m.chosen[w]);
-    int id = lane < S::kTopK ? m.chosen[w][lane] : 0;
-    float score = lane < S::kTopK ? sigmoid(logits[size_t(first + r) * S::kExperts + id]) : 0;
-    float sum = warp_sum(score);
-    if (lane < S::kTopK) {
-      ids[(first + r) * S::kTopK + lane] = id;
-      weights[(first + r) * S::kTopK + lane] = score / (sum + 1e-20f) * scale;
-    }
-    __syncwarp();
-  }
-  __syncthreads();
+  if (warp_id()) return;
+  choose<S>(m);
+  const int lane = lane_id();
+  int id = lane < S::kTopK ? m.chosen[lane] : 0;
+  float score = lane < S::kTopK ? m.scores[id] : 0, sum = warp_sum(score);
+  if (lane < S::kTopK) ids[lane] = id, weights[lane] = score / (sum + 1e-20f) * scale;
 }
 
 // ---- which experts a step needs, and for whom ----
@@ -135,6 +147,7 @@ struct ListShape {
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kWords = (kRows + 31) / 32;
   static constexpr int kPer = (kExperts + kThreads - 1) / kThreads;        // neighbouring experts of a thread
+  static constexpr bool kOneRow = kRows == 1 && kTopK <= kWarpSize;        // a warp sorts the ids; ListSmem is not used
   static_assert(kRows * kTopK < 65536 && kExperts < 65536, "counts share a word");
 };
 
@@ -154,15 +167,44 @@ struct ListOut {
   u16* item;                                    // [kRows kTopK]
 };
 
-// The whole block; it is in step afterwards. Bits are set in any order but mean the same, so nothing here depends on timing.
-template <class S>
-K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const ListOut& out, ListSmem<S>& m) {
+// The whole block; it is in step afterwards. `ready` is called once by every thread, before ids are read. Bits are set in any order but
+// mean the same, so nothing here depends on timing.
+template <class S, class Ready>
+K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const ListOut& out, ListSmem<S>& m, Ready ready) {
   const int tid = threadIdx.x;
+  if constexpr (S::kOneRow) {   // ids of a row differ: an item stands behind as many as have smaller ones
+    const bool live = row_slot[0] >= 0;
+    ready();
+    if (warp_id() == 0) {
+      const bool own = live && tid < S::kTopK;
+      const int id = own ? ((volatile const int*)ids)[tid] : S::kExperts;
+      int rank = 0;
+      K3_UNROLL
+      for (int i = 0; i < S::kTopK; ++i) rank += __shfl_sync(kFullWarp, id, i) < id;
+      if (own) out.entry[rank] = u32(id) | u32(rank) << 16, out.item[rank] = u16(tid);
+      const int n = live ? S::kTopK : 0;
+      if (tid == 0) *out.entries = *out.items = n, out.entry[n] = u32(n) << 16;
+    }
+    __syncthreads();
+    return;
+  }
+  constexpr int kPerThread = (S::kRows * S::kTopK + S::kThreads - 1) / S::kThreads;   // items
+  int id[kPerThread];                           // -1: none, or the row is not live
+  K3_UNROLL
+  for (int k = 0; k < kPerThread; ++k) {
+    int i = k * S::kThreads + tid;
+    id[k] = i < rows * S::kTopK ? row_slot[i / S::kTopK] : -1;
+  }
   for (int i = tid; i < S::kExperts * S::kWords; i += S::kThreads) (&m.rows[0][0])[i] = 0;
+  ready();
+  K3_UNROLL
+  for (int k = 0; k < kPerThread; ++k)
+    if (id[k] >= 0) id[k] = ((volatile const int*)ids)[k * S::kThreads + tid];
   __syncthreads();
-  for (int i = tid; i < rows * S::kTopK; i += S::kThreads) {
-    int r = i / S::kTopK;
-    if (row_slot[r] >= 0) atomicOr(&m.rows[ids[i]][r / 32], 1u << r % 32);
+  K3_UNROLL
+  for (int k = 0; k < kPerThread; ++k) {
+    int r = (k * S::kThreads + tid) / S::kTopK;
+    if (id[k] >= 0) atomicOr(&m.rows[id[k]][r / 32], 1u << r % 32);
   }
   __syncthreads();
   // Running totals over the experts: items in the low half, entries in the high half.
@@ -201,10 +243,11 @@ K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const
     out.entry[all >> 16] = all << 16;
   }
   __syncthreads();
-  for (int i = tid; i < rows * S::kTopK; i += S::kThreads) {
-    int r = i / S::kTopK;
-    if (row_slot[r] < 0) continue;
-    int e = ids[i], before = __popc(m.rows[e][r / 32] & ((1u << r % 32) - 1));
+  K3_UNROLL
+  for (int k = 0; k < kPerThread; ++k) {
+    int i = k * S::kThreads + tid, r = i / S::kTopK, e = id[k];
+    if (e < 0) continue;
+    int before = __popc(m.rows[e][r / 32] & ((1u << r % 32) - 1));
     for (int w = 0; w < r / 32; ++w) before += __popc(m.rows[e][w]);
     out.item[m.start[e] + before] = u16(i);
   }

@@ -7,11 +7,11 @@
 #include "exchange.cuh"
 #include "row_shape.cuh"
 
-// The row tiles of one block: `first`, then every `stride` groups of kTiles until `tiles`.
+// The row tiles of one block: `first`, then every `stride` groups of kTiles until `tiles`. Blocks before `others` do something else.
 template <class S>
 struct Groups {
   int tiles, first, stride;
-  K3_DEVICE explicit Groups(int n) : tiles(n), first(int(blockIdx.x) / S::kCS), stride(int(gridDim.x) / S::kCS) {}
+  K3_DEVICE Groups(int n, int others) : tiles(n), first((int(blockIdx.x) - others) / S::kCS), stride((int(gridDim.x) - others) / S::kCS) {}
   K3_DEVICE int tile(int i) const { return (first + i * stride) * S::kTiles; }
   K3_DEVICE bool has(int i) const { return tile(i) < tiles; }
 };
@@ -273,13 +273,14 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, int group, u8
 //   x, stride   tokens, row-major, `stride` elements apart; K of this rank starts at x
 //   rows        live tokens; columns beyond are neither read nor written
 //   smem        S::kSmem bytes of dynamic shared memory
+//   others      blocks at the start of the grid that do something else: whole clusters
 // epilogue(row, token, value) runs once for every row and live token; with kPair epilogue(row, token, even, odd) gets two
 // neighbouring tiles at once, row counted within either half (gate and up of a GLU).
 template <class S, bool kPair = false, class Epilogue>
-K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride, int rows, u8* smem, Epilogue&& epilogue) {
+K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride, int rows, u8* smem, Epilogue&& epilogue, int others = 0) {
   int leaf_in_block = warp_id() % S::kWK * S::kWarpLeaves;
   int first_leaf = int(cluster_rank()) * S::kWK * S::kWarpLeaves + leaf_in_block;
-  Groups<S> groups(tiles);
+  Groups<S> groups(tiles, others);
   typename SourceOf<S, S::kRing>::type source(WeightStream<S>{w, groups, first_leaf, warp_id() / S::kWK * S::kMT}, smem);
   source.start();
   if constexpr (S::kCS > 1) {

@@ -17,13 +17,15 @@ def moe_in(m, w, b, op):
 
 
 def route(m, w, b, op):
-    """The k largest of score + bias, lower id first on ties; weights are the unbiased scores, normalised."""
+    """The k largest of score + bias, lower id first on ties, weights are the unbiased scores, normalised; and shared_partial [n, H] over
+    this rank's inputs."""
     scores = sigmoid(b.router_logits)
     order = np.argsort(-(scores + w.e_score_correction_bias), axis=-1, kind="stable")
     ids = order[:, :m.cfg.num_experts_per_token]
     chosen = np.take_along_axis(scores, ids, axis=-1)
     b.expert_ids[:] = ids
     b.expert_weights[:] = chosen / (chosen.sum(-1, keepdims=True) + F32(1e-20)) * F32(m.cfg.routed_scaling_factor)
+    b.shared_partial[:] = linear(b.shared_act, w.shared_down_proj)
 
 
 def _chosen(b):
@@ -47,8 +49,7 @@ def expert_up(m, w, b, op):
 
 
 def moe_down(m, w, b, op):
-    """routed_partial [n, Z]: weighted sum of the chosen experts' w2; shared_partial [n, H]; both over this rank's inputs."""
-    b.shared_partial[:] = linear(b.shared_act, w.shared_down_proj)
+    """routed_partial [n, Z]: weighted sum of the chosen experts' w2, over this rank's inputs."""
     b.routed_partial[:] = 0
     for expert, rows, places in _chosen(b):
         y = m.num.round(linear(b.expert_act[rows, places], w.expert_w2[expert]))

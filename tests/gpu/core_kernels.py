@@ -95,18 +95,18 @@ def norm_shared(n, leaves, parts, blocks, cluster, threads):
     return 4 * (max(blocks, 2) * own + (own if blocks else 1) + leaves * 20) + 24
 
 
-def route(experts, top_k, rows, threads):
-    """Rows of block b: b * rows and on."""
-    args = "const float* logits, const float* bias, const int* row_slot, int total, float scale, int* ids, float* weights"
-    body = ("__shared__ RouteSmem<S> m;\n  grid_wait();\n  grid_launch_next();\n  int first = blockIdx.x * S::kRows, left = total - first;\n"
-            "  route_rows<S>(logits, bias, row_slot, first, left < S::kRows ? left : S::kRows, scale, ids, weights, m);")
-    return _kernel(f"route_{experts}_{rows}_{threads}", f"RouteShape<{experts}, {top_k}, {rows}, {threads}>", body, threads, 1, args)
+def route(experts, top_k, threads):
+    """A block a row."""
+    args = "const float* logits, const float* bias, const int* row_slot, float scale, int* ids, float* weights"
+    body = ("__shared__ RouteSmem<S> m;\n  int row = blockIdx.x;\n"
+            f"  route_row<S>(logits + row * S::kExperts, bias, row_slot[row] >= 0, scale, ids + row * S::kTopK, weights + row * S::kTopK, m, {READY});")
+    return _kernel(f"route_{experts}_{threads}", f"RouteShape<{experts}, {top_k}, {threads}>", body, threads, 1, args)
 
 
 def list_experts(experts, top_k, rows, threads):
     args = "const int* ids, const int* row_slot, int total, int* entries, int* items, u32* entry, u16* item"
-    body = ("__shared__ ListSmem<S> m;\n  grid_wait();\n  grid_launch_next();\n"
-            "  list_experts<S>(ids, row_slot, total, ListOut{entries, items, entry, item}, m);")
+    body = ("__shared__ ListSmem<S> m;\n"
+            f"  list_experts<S>(ids, row_slot, total, ListOut{{entries, items, entry, item}}, m, {READY});")
     return _kernel(f"list_{experts}_{rows}_{threads}", f"ListShape<{experts}, {top_k}, {rows}, {threads}>", body, threads, 1, args)
 
 

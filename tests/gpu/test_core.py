@@ -73,8 +73,8 @@ def run_experts(device, case, rows):
     w13, w2, x, act, weights, words = map(cp.asarray, (case.w13, case.w2_packed, case.x, case.act, case.weights, case.list(rows)))
     for kind, grid, arguments in (
             ("up", 7, [pointer(w13), count(u.WIDTH // 16), pointer(x), count(u.LATENT), count(u.TOP_K), pointer(words), pointer(up)]),
-            ("down", u.LATENT // 16, [pointer(w2), count(u.LATENT // 16), pointer(act), count(u.WIDTH), pointer(weights), count(u.TOP_K),
-                                      count(n), pointer(words), pointer(down)])):
+            ("down", u.LATENT // 16, [pointer(w2), count(u.LATENT // 16), pointer(act), count(u.WIDTH), pointer(weights), count(n),
+                                      pointer(words), pointer(down)])):
         _, threads, shared, _ = module.constants(f"small_{kind}_launch", 4)
         cp.cuda.Device().synchronize()
         Launch(module.function(f"small_{kind}", shared), grid, threads, arguments, shared=shared, dependent=True).launch()

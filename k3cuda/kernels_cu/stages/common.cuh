@@ -61,8 +61,9 @@ struct TreeOf : StageDefaults {
 };
 
 // The product of stage S, one of its kernels. w: [tile][leaf][step][lane]. x: row-major, `stride` elements a row. epilogue as in row_product.
+// others: blocks before those of a narrow product, which do something else.
 template <class S, class Kernel, class Epilogue>
-K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride, Epilogue&& epilogue) {
+K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride, Epilogue&& epilogue, int others = 0) {
   K3_DYN_SMEM(u8, smem);
   if constexpr (S::kIsWide) {
     if constexpr (Kernel::kAdds && S::kSumBlocks > 0) wide_sum<typename S::Wide, S::kPair>((const f32x4*)product_work(s), epilogue);
@@ -71,10 +72,10 @@ K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride,
     const int first = S::kBlocksZ > 1 ? int(blockIdx.z) * S::kSlice : 0;
     if constexpr (S::kPair)
       row_product<typename S::Shape, true>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
-                                           [&](int row, int token, float even, float odd) { epilogue(row, first + token, even, odd); });
+                                           [&](int row, int token, float even, float odd) { epilogue(row, first + token, even, odd); }, others);
     else
       row_product<typename S::Shape>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
-                                     [&](int row, int token, float v) { epilogue(row, first + token, v); });
+                                     [&](int row, int token, float v) { epilogue(row, first + token, v); }, others);
   }
 }
 

@@ -1,4 +1,4 @@
-// LatentMoE: router and latent beside the shared expert, the choice, the routed experts, their norm and way back.
+// LatentMoE: router and latent beside the shared expert's way up, the choice beside its way down, the routed experts, their norm and way back.
 #pragma once
 #include "expert_wide.cuh"
 #include "norm_core.cuh"
@@ -37,69 +37,127 @@ struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, tru
   }
 };
 
-constexpr int kMaxItems = kRows * kNumExpertsPerToken;
-typedef ExpertList<kMaxItems> StepExperts;
-K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
-
 // A benchmark's routing: the items of a step take kForcedExperts experts in turn, other ones in every layer, with the router's weights.
 K3_DEVICE void force_experts(const Step& s, const OpArgs& op, int row) {
   __syncthreads();   // the router's choice is written
   for (int i = threadIdx.x; i < kNumExpertsPerToken; i += blockDim.x) {
     int item = row * kNumExpertsPerToken + i;
-    expert_ids(s)[item] = (item % max(kForcedExperts, 1) * kForcedStride + op.layer) % kNumExperts;
+    expert_ids(s)[item] = (item % max_of(kForcedExperts, 1) * kForcedStride + op.layer) % kNumExperts;
   }
 }
 
-// A block a row, or two where rows are more than multiprocessors.
-struct route : StageDefaults {
-  static constexpr int kEach = kRows > kSms ? 2 : 1, kBlocks = kRows / kEach, kThreads = 512;
-  typedef RouteShape<kNumExperts, kNumExpertsPerToken, kEach, kThreads> Shape;
+// The router's choice, a block a row.
+struct choose : StageDefaults {
+  static constexpr int kBlocks = kRows, kThreads = 128;
+  template <int kThreads> using Shape = RouteShape<kNumExperts, kNumExpertsPerToken, kThreads>;
+  template <int kThreads> static __device__ void row(const Step& s, const OpArgs& op, int row, RouteSmem<Shape<kThreads>>& smem) {
+    const bool live = row < kRows && row_slot(s)[row] >= 0;
+    const int first = row * kNumExpertsPerToken;
+    route_row<Shape<kThreads>>(router_logits(s) + size_t(row) * kNumExperts, w_e_score_correction_bias(op), live, kRoutedScalingFactor,
+                               expert_ids(s) + first, expert_weights(s) + first, smem, [] {
+      grid_wait();
+      grid_launch_next();
+    });
+    if (kForcedExperts > 0 && live) force_experts(s, op, row);
+  }
   static __device__ void run(const Step& s, const OpArgs& op) {
-    __shared__ RouteSmem<Shape> smem;
-    grid_wait();
-    grid_launch_next();
-    route_rows<Shape>(router_logits(s), w_e_score_correction_bias(op), row_slot(s), blockIdx.x * kEach, kEach, kRoutedScalingFactor, expert_ids(s),
-                      expert_weights(s), smem);
-    if constexpr (kForcedExperts > 0)
-      for (int i = 0; i < kEach; ++i) force_experts(s, op, blockIdx.x * kEach + i);
+    __shared__ RouteSmem<Shape<kThreads>> smem;
+    row<kThreads>(s, op, blockIdx.x, smem);
   }
 };
 
-// One block for all rows: lists who needs which expert.
+struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, kSharedDownProjSteps> {
+  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op, int others = 0) {
+    product<shared_down, Kernel>(s, w_shared_down_proj(op), shared_act(s), kOwnSharedIntermediateSize, [&](int row, int token, float v) {
+      if (row < kHiddenSize) put_shared_partial(s, token, row, v);
+    }, others);
+  }
+};
+
+// Both in one kernel: the choice keeps a few multiprocessors busy, the shared expert's way down the others.
+struct route : shared_down {
+  static constexpr int kChoosers = ceil_div(kRows, kCluster) * kCluster, kBlocks = kChoosers + shared_down::kBlocks;
+  static constexpr int kSmem = max_of(shared_down::kSmem, sizeof(RouteSmem<choose::Shape<kThreads>>));
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    K3_DYN_SMEM(u8, smem);
+    if (blockIdx.x < kChoosers) choose::row<kThreads>(s, op, blockIdx.x, *(RouteSmem<choose::Shape<kThreads>>*)smem);
+    else shared_down::run(s, op, kChoosers);
+  }
+};
+
+constexpr int kMaxItems = kRows * kNumExpertsPerToken;
+constexpr bool kListed = kRows > kDecodeRows;   // a wide step lists the experts once, in memory
+typedef ExpertList<kMaxItems> StepExperts;
+K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
+
+// One block of a wide step lists who needs which expert.
 struct route_list : StageDefaults {
   static constexpr int kBlocks = 1, kThreads = 512;
   typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
   static __device__ void run(const Step& s, const OpArgs&) {
     __shared__ ListSmem<Shape> smem;
-    grid_wait();
-    grid_launch_next();
     StepExperts& to = *step_experts(s);
-    list_experts<Shape>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, smem);
+    list_experts<Shape>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, smem, [] {
+      grid_wait();
+      grid_launch_next();
+    });
+  }
+};
+
+// Every block of kThreads threads lists them for itself; `ready` comes before the ids are read.
+template <int kThreads>
+struct ListMaker {
+  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
+  static constexpr int kScratch = Shape::kOneRow || kListed ? 0 : sizeof(ListSmem<Shape>);
+  template <class Ready>
+  static __device__ void make(const Step& s, StepExperts& list, u8* scratch, Ready&& ready) {
+    list_experts<Shape>(expert_ids(s), row_slot(s), kRows, {&list.entries, &list.items, list.entry, list.item}, *(ListSmem<Shape>*)scratch, ready);
   }
 };
 
 struct expert_up : StageDefaults {
-  typedef ExpertUpShape<kExpertW13Leaves, kExpertW13Steps, kMaxItems, min_of(kExpertW13Leaves, 8)> Shape;
-  static constexpr int kResident = 2, kBlocks = kResident * kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
+  static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize;
+  typedef ListMaker<kThreads> List;
+  // One row: as if two, which takes fewer registers.
+  typedef ExpertUpShape<kExpertW13Leaves, kExpertW13Steps, StepExperts, min_of(max_of(kRows, 2), kEntryTokens), kWarps, 62 * 1024, List::kScratch> Shape;
+  static constexpr int kResident = 2, kBlocks = kResident * kSms, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
+    auto ready = [] {
+      grid_wait();
+      grid_launch_next();
+    };
     expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
-                             step_experts(s), smem, [&](int item, int row, float gate, float up) {
-      if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
-    });
+                             kBlocks, smem,
+      [&](StepExperts& list, u8* scratch) {
+        if constexpr (kListed) {
+          ready();
+          load_list(list, step_experts(s));
+        } else List::make(s, list, scratch, ready);
+      },
+      [&](int item, int row, float gate, float up) {
+        if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
+      });
   }
 };
 
-// The routed experts' half; shared_down is the other kernel of the stage.
+// expert_up runs between the choice and this kernel, and starts it late: all but the activations may be read before the wait.
 struct moe_down : StageDefaults {
-  typedef ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, kRows> Shape;
-  static constexpr int kBlocks = groups_of(tiles_of(kRoutedExpertHiddenSize), Shape::kTiles), kThreads = Shape::kThreads, kSmem = Shape::kSmem;
+  static constexpr int kWarps = 16, kThreads = kWarps * kWarpSize;
+  typedef ListMaker<kThreads> List;
+  typedef ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, StepExperts, kRows, kNumExpertsPerToken, kWarps, 2, 106 * 1024, 512, List::kScratch> Shape;
+  static constexpr int kBlocks = groups_of(tiles_of(kRoutedExpertHiddenSize), Shape::kTiles), kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, expert_weights(s),
-                               kNumExpertsPerToken, kRows, step_experts(s), smem, [&](int row, int token, float v) {
-      if (row < kRoutedExpertHiddenSize) put_routed_partial(s, token, row, v);
-    });
+    expert_down_product<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, expert_weights(s), kRows, smem,
+      [&](StepExperts& list, u8* scratch) { List::make(s, list, scratch, [] {}); },
+      [] {
+        grid_wait();
+        grid_launch_next();
+      },
+      [&](int row, int token, float v) {
+        if (row < kRoutedExpertHiddenSize) put_routed_partial(s, token, row, v);
+      });
   }
 };
 
@@ -125,14 +183,6 @@ struct expert_sum : StageDefaults {
     ::expert_sum<kExpertW2Leaves, kMaxItems, kNumExpertsPerToken>((const float*)product_work(s), expert_ids(s), expert_weights(s), blockIdx.x,
                                                                   (blockIdx.y * kThreads + threadIdx.x) * 4, kRoutedExpertHiddenSize, order, weight,
                                                                   [&](int row, int column, float v) { put_routed_partial(s, row, column, v); });
-  }
-};
-
-struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, kSharedDownProjSteps> {
-  template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
-    product<shared_down, Kernel>(s, w_shared_down_proj(op), shared_act(s), kOwnSharedIntermediateSize, [&](int row, int token, float v) {
-      if (row < kHiddenSize) put_shared_partial(s, token, row, v);
-    });
   }
 };
 

@@ -21,77 +21,75 @@ K3_DEVICE int candidate_id(u64 c) { return int(0xffffffffu - u32(c)); }
 
 template <int kExperts_, int kTopK_, int kThreads_>
 struct RouteShape {
-  static constexpr int kExperts = kExperts_, kTopK = kTopK_, kThreads = kThreads_;
-  static constexpr int kPer = (kExperts + kWarpSize - 1) / kWarpSize;
+  static constexpr int kExperts = kExperts_, kTopK = kTopK_, kThreads = kThreads_, kWarps = kThreads / kWarpSize;
+  static constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;        // experts of a thread: kThreads apart
   static constexpr int kList = 2 * kWarpSize;
   static_assert(kTopK <= kWarpSize && kTopK <= kExperts, "a choice is a lane");
 };
 
 template <class S>
 struct RouteSmem {
-  u64 list[S::kList];
+  u64 best[S::kThreads], least[S::kWarps], list[S::kList];
   u32 keys[S::kExperts];
   float scores[S::kExperts];
-  int chosen[kWarpSize];
+  int count, chosen[kWarpSize];
 };
 
-// The kTopK best keys to chosen[0..kTopK), best first; a warp.
-// The kTopK-th best of the 32 lanes' best is no better than the kTopK-th best of all, so what is worse than it is out: about 22 of a big model's experts
-// stay, and are ranked by counting who is better. More than the list holds (an ordered input can do it): one after the other.
+// The kTopK best of the block's keys to chosen[0..kTopK), best first, for the first warp. key: of this thread's experts.
+// The kTopK-th best of a warp's 32 lanes' best is no better than the kTopK-th best of all, so what is worse than any warp's is out: some
+// twenty of a big model's experts stay, and are ranked by counting who is better. More than the list holds (an ordered input can do it):
+// one after the other. Loops are rolled where they can be: this runs once, and its instructions come from far away.
 template <class S>
-K3_DEVICE void choose(RouteSmem<S>& m) {
-  const int lane = lane_id();
-  u32 key[S::kPer];
-  u64 best = 0;                                 // less than any expert's
+K3_DEVICE void choose(const u32 (&key)[S::kOwn], RouteSmem<S>& m) {
+  const int tid = threadIdx.x, lane = lane_id();
+  auto own = [&](int i) -> u64 { return i * S::kThreads + tid < S::kExperts ? candidate(key[i], i * S::kThreads + tid) : 0; };   // 0: less than any
+  u64 best = 0;
   K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) {
-    int id = i * kWarpSize + lane;
-    key[i] = id < S::kExperts ? m.keys[id] : 0;
-    u64 c = id < S::kExperts ? candidate(key[i], id) : 0;
-    best = c > best ? c : best;
-  }
-  m.list[lane] = best;
+  for (int i = 0; i < S::kOwn; ++i) best = own(i) > best ? own(i) : best;
+  m.best[tid] = best;
+  for (int i = tid; i < S::kList; i += S::kThreads) m.list[i] = 0;
+  if (tid == 0) m.count = 0;
   __syncwarp();
   int better = 0;
 #pragma unroll 8
-  for (int i = 0; i < kWarpSize; ++i) better += m.list[i] > best;
+  for (int i = 0; i < kWarpSize; ++i) better += m.best[tid - lane + i] > best;
   u32 last = __ballot_sync(kFullWarp, better == S::kTopK - 1);
   u64 least = last ? __shfl_sync(kFullWarp, best, 31 - __clz(last)) : 0;   // fewer lanes than choices: everything may come
-  __syncwarp();
-  m.list[lane] = m.list[lane + kWarpSize] = 0;
-  __syncwarp();
-  int count = 0;
+  if (lane == 0) m.least[warp_id()] = least;
+  __syncthreads();
+  for (int w = 0; w < S::kWarps; ++w) least = m.least[w] > least ? m.least[w] : least;
   K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) {
-    int id = i * kWarpSize + lane;
-    u64 c = id < S::kExperts ? candidate(key[i], id) : 0;
-    u32 in = __ballot_sync(kFullWarp, c != 0 && c >= least);
-    int at = count + __popc(in & ((1u << lane) - 1));
-    if ((in >> lane & 1) && at < S::kList) m.list[at] = c;
-    count += __popc(in);
+  for (int i = 0; i < S::kOwn; ++i) {
+    if (own(i) == 0 || own(i) < least) continue;
+    int at = atomicAdd(&m.count, 1);            // in any order: the rank alone counts
+    if (at < S::kList) m.list[at] = own(i);
   }
-  __syncwarp();
+  __syncthreads();
+  if (warp_id()) return;
+  const int count = m.count;
   if (count <= S::kList) {
+#pragma unroll 1
     for (int i = lane; i < count; i += kWarpSize) {
-      u64 own = m.list[i];
+      u64 mine = m.list[i];
       int rank = 0;
+#pragma unroll 1
       for (int first = 0; first < count; first += kWarpSize) {
-#pragma unroll 16
-        for (int j = 0; j < kWarpSize; ++j) rank += m.list[first + j] > own;
+#pragma unroll 8
+        for (int j = 0; j < kWarpSize; ++j) rank += m.list[first + j] > mine;
       }
-      if (rank < S::kTopK) m.chosen[rank] = candidate_id(own);
+      if (rank < S::kTopK) m.chosen[rank] = candidate_id(mine);
     }
   } else {
     u64 below = ~u64(0);
+#pragma unroll 1
     for (int place = 0; place < S::kTopK; ++place) {
       u64 top = 0;
-      K3_UNROLL
-      for (int i = 0; i < S::kPer; ++i) {
-        int id = i * kWarpSize + lane;
-        u64 c = id < S::kExperts ? candidate(key[i], id) : 0;
+#pragma unroll 1
+      for (int id = lane; id < S::kExperts; id += kWarpSize) {
+        u64 c = candidate(m.keys[id], id);
         if (c < below && c > top) top = c;
       }
-      K3_UNROLL
+#pragma unroll 1
       for (int d = 1; d < kWarpSize; d *= 2) {
         u64 other = __shfl_xor_sync(kFullWarp, top, d);
         top = other > top ? other : top;
@@ -107,31 +105,29 @@ K3_DEVICE void choose(RouteSmem<S>& m) {
 // left alone. `ready` is called once by every thread, before logits are read. The whole block; the first warp writes the results.
 template <class S, class Ready>
 K3_DEVICE void route_row(const float* logits, const float* bias, bool live, float scale, int* ids, float* weights, RouteSmem<S>& m, Ready ready) {
-  constexpr int kOwn = (S::kExperts + S::kThreads - 1) / S::kThreads;
-  float own_bias[kOwn], logit[kOwn];
+  float own_bias[S::kOwn], logit[S::kOwn];
   K3_UNROLL
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < S::kOwn; ++i) {
     int e = i * S::kThreads + int(threadIdx.x);
     own_bias[i] = e < S::kExperts ? bias[e] : 0;
   }
   ready();
   if (!live) return;
   K3_UNROLL
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < S::kOwn; ++i) {
     int e = i * S::kThreads + int(threadIdx.x);
     logit[i] = e < S::kExperts ? logits[e] : 0;
   }
+  u32 key[S::kOwn];
   K3_UNROLL
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < S::kOwn; ++i) {
     int e = i * S::kThreads + int(threadIdx.x);
-    if (e >= S::kExperts) continue;
     float score = sigmoid(logit[i]);
-    m.scores[e] = score;
-    m.keys[e] = rising_key(score + own_bias[i]);
+    key[i] = rising_key(score + own_bias[i]);
+    if (e < S::kExperts) m.scores[e] = score, m.keys[e] = key[i];
   }
-  __syncthreads();
+  choose<S>(key, m);                            // its barriers show everyone's scores and keys to the first warp
   if (warp_id()) return;
-  choose<S>(m);
   const int lane = lane_id();
   int id = lane < S::kTopK ? m.chosen[lane] : 0;
   float score = lane < S::kTopK ? m.scores[id] : 0, sum = warp_sum(score);

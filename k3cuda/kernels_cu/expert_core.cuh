@@ -78,7 +78,7 @@ struct ExpertUpShape {
 // x: moe latent [row][stride]; top_k turns an item into its row. make_list(list, scratch) waits for what this kernel needs, makes the
 // list, and ends with the block in step.
 // A unit is a pair of tiles of an entry; `blocks`, all of the grid, take equal runs of units. Warps never wait for one another but through
-// two buffers of leaf sums: of every unit another warp adds them and finishes.
+// two buffers of leaf sums: of every unit other warps add them and finish.
 template <class S, class MakeList, class Epilogue>
 K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int stride, int top_k, int blocks, u8* smem, MakeList&& make_list,
                                  Epilogue&& epilogue) {
@@ -88,7 +88,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
   auto& list = *(typename S::List*)(smem + S::kListAt);
   if (threadIdx.x < S::kBuffers) {
     barrier_init(stored + threadIdx.x, S::kWK);
-    barrier_init(taken + threadIdx.x, 1);
+    barrier_init(taken + threadIdx.x, S::kWK);
   }
   make_list(list, smem + S::kPartialAt);
   const int units = list.entries * tile_pairs, per = units / blocks, more = units % blocks;
@@ -136,14 +136,17 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
     }
     __syncwarp();
     if (lane_id() == 0) barrier_arrive(stored + buffer);
-    if (warp_id() != turn % S::kWK) continue;
-    barrier_wait(stored + buffer, parity);
-    for (int i = lane_id(); i < count * kTileRows; i += kWarpSize) {
-      const float* p = partial + i / kTileRows * S::kTokenStride + i % kTileRows;
-      epilogue(list.item[first + i / kTileRows], pair * kTileRows + i % kTileRows,
-               tree_sum<S::kWK>(p, S::kPartial), tree_sum<S::kWK>(p + S::kWK * S::kPartial, S::kPartial));
+    const int i = (warp_id() + turn) % S::kWK * kWarpSize + lane_id();   // of the unit's values, this thread's first
+    if (i - lane_id() < count * kTileRows) {
+      barrier_wait(stored + buffer, parity);
+#pragma unroll 1
+      for (int v = i; v < count * kTileRows; v += S::kThreads) {
+        const float* p = partial + v / kTileRows * S::kTokenStride + v % kTileRows;
+        epilogue(list.item[first + v / kTileRows], pair * kTileRows + v % kTileRows,
+                 tree_sum<S::kWK>(p, S::kPartial), tree_sum<S::kWK>(p + S::kWK * S::kPartial, S::kPartial));
+      }
+      __syncwarp();
     }
-    __syncwarp();
     if (lane_id() == 0) barrier_arrive(taken + buffer);
   }
 }

@@ -206,13 +206,14 @@ def _put(m: Move, plan: Plan, offsets: dict[str, int], ride: bool) -> str:
     head = f"K3_DEVICE void put_{m.source}(const Step& s, int token, int column, {kind} v) {{"
     if not ride or plan.tp == 1:
         return f"{head} {m.source}(s)[size_t(token) * {width} + column] = v; }}"
-    place = {GATHER: f"(size_t(token) * kRanks + place) * {width} + column",
-             STACK: f"(size_t(place) * kDecodeRows + token) * {width} + column",
-             SCATTER: f"(size_t(place) * kMaxRows + token) * {width // plan.tp} + column % {width // plan.tp}"}[m.how]
-    # A scattered value has one receiver; looped back, the one rank gets its own slice from all.
-    mine = f" if (column / {width // plan.tp} != (s.loopback ? s.rank : peer)) continue;" if m.how == SCATTER else ""
-    return (f"{head}\n  K3_UNROLL\n  for (int peer = 0; peer < kRanks; ++peer) {{{mine} int place = s.loopback ? peer : s.rank; "
-            f"(({kind}*)(s.peers[peer] + {offsets[m.target]}ull))[{place}] = v; }}\n}}")
+    at = {GATHER: f"(size_t(token) * kRanks + place) * {width} + column",
+          STACK: f"(size_t(place) * kDecodeRows + token) * {width} + column",
+          SCATTER: f"(size_t(place) * kMaxRows + token) * {width // plan.tp} + column % {width // plan.tp}"}[m.how]
+    # A scattered value has one receiver. Looped back, the one rank stands for all: it has the place of whoever it is.
+    store = f"int place = s.loopback ? peer : s.rank; (({kind}*)(s.peers[peer] + {offsets[m.target]}ull))[{at}] = v;"
+    if m.how == SCATTER:
+        return f"{head}\n  int peer = column / {width // plan.tp};\n  {store}\n}}"
+    return f"{head}\n  K3_UNROLL\n  for (int peer = 0; peer < kRanks; ++peer) {{ {store} }}\n}}"
 
 
 def _accessor(b: Buffer, offsets: dict[str, int], plan: Plan) -> str:

@@ -113,7 +113,7 @@ def test_every_rank_place_must_hold_the_part(stale):
             held[m.target][(DECODE_ROWS - 1 if m.how == GATHER else (2, DECODE_ROWS - 1))] = np.nan   # a padding row: nobody's business
             assert m.how != SCATTER or m.target == "shared_parts"
     if stale:
-        held[stale][(0, slice(-3, None)) if held[stale].ndim == 2 else (2, 0, 5)] = 9
+        held[stale][(0, slice(-3, None)) if held[stale].ndim == 2 else (2, 0, 5)] = np.nan if stale == "shared_parts" else 9
     bench = SimpleNamespace(backend=SimpleNamespace(plan=plan), memory=SimpleNamespace(buffer=held.get), rows=3, tp=4, rank=1)
     if stale is None:
         assert checks.check_places(bench) == 4

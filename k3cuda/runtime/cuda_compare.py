@@ -105,12 +105,10 @@ class Compare:
         return f"of row {int(wrong.argmax())} are {got[wrong.argmax()]}, wanted {want[wrong.argmax()]}" if wrong.any() else ""
 
     def _looped_back(self, move, part):
-        """This rank's part in every rank's place."""
+        """This rank's part, or what it sends to a rank, in that rank's place."""
         if move.how == GATHER:
             return np.concatenate([part] * self.be.tp, axis=BY_NAME[move.source].cut)
-        size = part.shape[-1] // (1 if move.how == STACK else self.be.tp)
-        first = 0 if move.how == STACK else self.model.rank * size
-        return np.stack([part[..., first:first + size]] * self.be.tp)
+        return np.stack([part] * self.be.tp if move.how == STACK else np.split(part, self.be.tp, axis=-1))
 
     def host(self, name: str, op: Op, rows: int) -> np.ndarray:
         """A copy of the first rows of a buffer, or of the part of it that belongs to the operation's layer; F32 for floats."""

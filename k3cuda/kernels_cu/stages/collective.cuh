@@ -36,7 +36,7 @@ K3_DEVICE void move(const Step& s) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kAll; i += gridDim.x * blockDim.x) {
     int unit = i % kUnits, row = i / kUnits % kRowsOf, peer = i / kUnits / kRowsOf;
     // Looped back, the one rank stands for all: it fills every place of its own target.
-    int place = s.loopback ? peer : s.rank, cut = kCut ? (s.loopback ? s.rank : peer) : 0;
+    int place = s.loopback ? peer : s.rank, cut = kCut ? peer : 0;
     const T* from = (const T*)(s.arena + kSource + size_t(row) * kSourceRow + size_t(cut) * kSlice) + unit;
     T* to = (T*)(s.peers[peer] + kTarget + size_t(row) * kTargetRow + place * kSlot) + unit;
     *to = *from;

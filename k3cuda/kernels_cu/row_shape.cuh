@@ -67,7 +67,7 @@ constexpr int groups_of(int tiles, int per) { return (tiles + per - 1) / per; }
 constexpr int cluster_for(int groups, int group_bytes, int leaves, int sms) {
   int best = 1, least = 1 << 30;
   for (int n = 1; n <= 8 && n < leaves; n *= 2) {
-    int cost = groups_of(groups, sms / n) * (group_bytes / n / 37 + (n > 1 ? 700 : 300));
+    int cost = groups_of(groups, max_of(1, sms / n)) * (group_bytes / n / 37 + (n > 1 ? 700 : 300));
     if (cost < least) least = cost, best = n;
   }
   return best;

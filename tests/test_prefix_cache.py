@@ -180,7 +180,9 @@ def test_drafts_go_on_from_a_prefix_too(family):
         engine.close()
         found.append(answers)
     assert [a[:2] for a in found[0]] == [a[:2] for a in found[1]]
-    assert [a[2] for a in found[1]] == [0, 64, 128] and found[0][0][1].accepted > 0
+    first, second, third = (a[2] for a in found[1])
+    assert (first, second) == (0, 64) and found[0][0][1].accepted > 0
+    assert 128 <= third <= 128 + 3   # an answer is stored at the first commit in a new page, which a run of up to three drafts may carry into it
 
 
 def test_an_llm_has_it_where_it_is_asked_for(fake):

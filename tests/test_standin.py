@@ -16,32 +16,20 @@ from k3cuda.runtime.standin import PARTS, samples, sample_values, write_standin
 from k3cuda.weights import BY_NAME, checkpoint_bytes, model_bytes
 
 CFG = K3Config.from_json(RELEASED_FOLDER)
-DISK_BYTES, CPU_SECONDS, MEMORY_BYTES = 200e6, 5, 500e6
-TIMES_JSON = 3.5   # of what json.loads alone takes for index and headers: holds on a busy machine too, where every second is longer
-# CPU seconds of a check, and the most memory of its process. Then the seconds of a load plan, and of the JSON alone.
+DISK_BYTES, MEMORY_BYTES = 200e6, 500e6
+# A check with the most memory of its process (ru_maxrss would count what it was forked from), and what a load plan keeps and reads.
 CHECK = """
-import gc, json, resource, sys, time
+import json, re, sys
 from pathlib import Path
 from k3cuda.runtime import load_plan, preflight
 preflight.host = lambda: {"memory_free_bytes": 2 * 10**12, "memory_limit_bytes": None}
 report = preflight.check(sys.argv[1], tp=16)
-found = report.to_dict() | {"seconds": time.process_time(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-texts = [Path(sys.argv[1], "model.safetensors.index.json").read_bytes()]
-shards, cfg = report.survey.shards, report.survey.cfg
-for file in shards.files.values():
-    with open(file.path, "rb") as f:
-        texts.append(f.read(file.data_start)[8:])
-gc.disable()
-start = time.process_time()
-blocks = [b for unit in load_plan.whole_layers(cfg) for b in load_plan.blocks_of(unit, cfg, shards.owner, 16, range(5, 6))]
-found["plan_seconds"] = time.process_time() - start
+found = report.to_dict() | {"peak": 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])}
+blocks = [b for unit in load_plan.whole_layers(report.survey.cfg) for b in load_plan.blocks_of(unit, report.survey.cfg, report.survey.shards.owner, 16, range(5, 6))]
 segments = [s for b in blocks for r in b.ranges for s in r.segments]
 found["kept"] = sum(s.nbytes // 16 if s.weight.cut and s.weight.cut.axis else s.nbytes for s in segments)
 found["read"] = sum(r.stop - r.start for b in blocks for r in b.ranges)
-start = time.process_time()
-for text in texts:
-    json.loads(text)
-print(json.dumps(found | {"json_seconds": time.process_time() - start}))
+print(json.dumps(found))
 """
 
 
@@ -63,8 +51,6 @@ def test_check_and_load_plan_of_a_release(release):
     found = json.loads(done.stdout)
     facts = found["facts"]
     assert found["ok"] and found["peak"] < MEMORY_BYTES, found
-    for seconds in (found["seconds"], found["plan_seconds"]):
-        assert seconds < TIMES_JSON * found["json_seconds"] or seconds < CPU_SECONDS, found
     assert found["kept"] == model_bytes(CFG, 16) == facts["bytes_per_rank"]["16"]
     assert 5.8 < found["read"] / found["kept"] < 6.2   # docs/loading.md: w2 is cut by columns
     assert facts["bytes"] == 1_559_965_606_912 and facts["tensors"] == 497_052 and facts["shards"] == 94

@@ -1,5 +1,7 @@
 """A small made checkpoint and ways to damage it."""
+import errno
 import json
+import os
 
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
@@ -45,3 +47,16 @@ def rename(header, old: str, new: str) -> None:
 
 def key(layer: int, rest: str) -> str:
     return f"language_model.model.layers.{layer}.{rest}"
+
+
+def fail_reads_after(monkeypatch, good: int) -> None:
+    """The disk gives an input/output error on every `preadv` but the first `good`."""
+    preadv, calls = os.preadv, []
+
+    def failing(fd, buffers, offset):
+        calls.append(fd)
+        if len(calls) > good:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)

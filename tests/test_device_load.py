@@ -1,14 +1,12 @@
 """The way of a checkpoint into a device's memory, with NumPy memory and the device's kernels under g++: the same code that drives a GPU."""
-import errno
 import gc
-import os
 
 import numpy as np
 import pytest
 from shim import host
 from shim.device import HostDevice, build
 
-from damage import key, shard
+from damage import fail_reads_after, key, shard
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.errors import CheckpointError, OutOfMemory
 from k3cuda.packing import PACKED
@@ -87,15 +85,8 @@ def fails(checkpoint, device, words, error=CheckpointError):
 
 @pytest.mark.parametrize("nth", [0, 3, 6, 9])
 def test_a_disk_that_fails_in_the_middle(folder, device, monkeypatch, nth):
-    checkpoint, preadv, calls = Checkpoint.open(folder), os.preadv, []
-
-    def failing(fd, buffers, offset):
-        calls.append(fd)
-        if len(calls) > nth:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
+    checkpoint = Checkpoint.open(folder)
+    fail_reads_after(monkeypatch, nth)
     assert fails(checkpoint, device, "an error on reading at byte") == 3
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from damage import SMALL, key, shard
+from damage import SMALL, fail_reads_after, key, shard
 from k3cuda.errors import CheckpointError, UsageError
 from k3cuda.runtime import block_reader, loader
 from k3cuda.runtime.block_reader import BUFFERED, DIRECT, MAPPED
@@ -200,15 +200,8 @@ def test_a_file_that_lost_a_byte_since_the_check(folder, mode, number):
 
 @pytest.mark.parametrize("nth", [0, 1, 2, 5])
 def test_a_disk_that_fails_in_the_middle(folder, monkeypatch, nth):
-    checkpoint, preadv, calls = Checkpoint.open(folder), os.preadv, []
-
-    def failing(fd, buffers, offset):
-        calls.append(fd)
-        if len(calls) > nth:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
+    checkpoint = Checkpoint.open(folder)
+    fail_reads_after(monkeypatch, nth)
     assert refuses(checkpoint, r"model-\d{5}-of-000007.safetensors: an error on reading at byte \d[\d,]* .Input/output error.; check the disk").code == 3
 
 

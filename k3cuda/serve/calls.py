@@ -4,11 +4,13 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from starlette.responses import Response
+
 from ..errors import Aborted
 from ..runtime.open_model import Model
 from ..runtime.output import Collector, Output
 from ..runtime.request import Event, Request
-from .http import Limits
+from .http import EventStream, Limits, json_response, unless_gone
 from .metrics import Metrics
 from .refusals import refusal_of
 from .tokens import Words
@@ -114,3 +116,21 @@ class Call:
 def head_of(prefix: str, kind: str, model: str) -> dict:
     """The fields that an answer and every event of its stream begin with."""
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+async def respond(http, service: Service, call: Call, events, document) -> Response:
+    """The answer to a call: the stream of `events()` once it has started, or the document that `document(outputs)` makes of all of it;
+    `events` is None where no stream is wanted. The call is closed when the answer ends, also if the client leaves before.
+    """
+    if events is not None:
+        try:
+            await unless_gone(http.receive, call.start())
+        except BaseException:
+            call.close()
+            raise
+        return EventStream(events(), call.close, service.limits.write_s)
+    try:
+        outputs = await unless_gone(http.receive, call.outputs())
+    finally:
+        call.close()
+    return json_response(document(outputs))

@@ -8,8 +8,8 @@ from ..runtime.conversation import answer_reader, conversation_ids
 from ..runtime.output import Output
 from ..runtime.request import Request
 from . import fields
-from .calls import Call, Service, head_of
-from .http import DONE, EventStream, answered, error_response, event_of, json_response, off_loop, read_body, unless_gone
+from .calls import Call, Service, head_of, respond
+from .http import DONE, answered, error_response, event_of, off_loop, read_body
 from .refusals import refusal_of
 
 
@@ -44,18 +44,8 @@ async def chat_completions(http: HttpRequest) -> Response:
     data = await read_body(http, service.limits)
     wish = await off_loop(len(data), _read, service, data)
     call = Call(service.worker, [wish.request])
-    if wish.stream:
-        try:
-            await unless_gone(http.receive, call.start())
-        except BaseException:
-            call.close()
-            raise
-        return EventStream(_events(service, wish, call), call.close, service.limits.write_s)
-    try:
-        output, = await unless_gone(http.receive, call.outputs())
-    finally:
-        call.close()
-    return json_response(_document(service, wish, call, output))
+    events = (lambda: _events(service, wish, call)) if wish.stream else None
+    return await respond(http, service, call, events, lambda outputs: _document(service, wish, call, *outputs))
 
 
 def _document(service: Service, wish: Wish, call: Call, output: Output) -> dict:

@@ -10,8 +10,8 @@ from ..runtime.prompt_arrays import as_prompts
 from ..runtime.request import Request
 from ..runtime.text_stream import TextStream
 from . import fields
-from .calls import Call, Service, head_of
-from .http import DONE, EventStream, answered, error_response, event_of, json_response, off_loop, read_body, unless_gone
+from .calls import Call, Service, head_of, respond
+from .http import DONE, answered, error_response, event_of, off_loop, read_body
 from .refusals import bad, refusal_of
 from .tokens import TokenLists
 
@@ -59,19 +59,9 @@ async def completions(http: HttpRequest) -> Response:
     data = await read_body(http, service.limits)
     wish = await off_loop(len(data), _read, service, data)
     call = Call(service.worker, wish.requests, score=wish.logprobs if wish.echo else None, generate=wish.generate)
-    if wish.stream:
-        try:
-            await unless_gone(http.receive, call.start())
-        except BaseException:
-            call.close()
-            raise
-        return EventStream(_events(service, wish, call), call.close, service.limits.write_s)
-    try:
-        outputs = await unless_gone(http.receive, call.outputs())
-    finally:
-        call.close()
-    choices = [_choice(service, wish, call, i, output) for i, output in enumerate(outputs)]
-    return json_response(wish.head | {"choices": choices, "usage": call.usage()})
+    events = (lambda: _events(service, wish, call)) if wish.stream else None
+    return await respond(http, service, call, events, lambda outputs: wish.head | {
+        "choices": [_choice(service, wish, call, i, output) for i, output in enumerate(outputs)], "usage": call.usage()})
 
 
 def _choice(service: Service, wish: Wish, call: Call, index: int, output: Output) -> dict:

@@ -80,3 +80,15 @@ def run(requests, **backend):
 def request(name, prompt, text=True, **given_):
     params = SamplingParams(**{"seed": 1, "max_tokens": 12} | given_).resolved({})
     return Request(name, prompt, params, EOS, text_of(params) if text else None)
+
+
+def a_failure_ends_what_runs(call, raised, want, **backend):
+    """Two of three requests run when a backend's `call` raises: they end with `want` and its words, the third as if alone, nothing is held."""
+    engine = Engine(FakeBackend(VOCAB, num_slots=2, fail={call: raised}, **backend))
+    for name in "abc":
+        engine.add(request(name, [1, 2], ignore_eos=True))
+    answers, last = drive(engine)
+    assert [last[n].finish_reason for n in "abc"] == ["error", "error", "length"] if call else ["error", "length", "length"]
+    assert isinstance(last["a"].error, want) and str(raised) in str(last["a"].error)
+    assert answers["c"] == run([request("c", [1, 2], ignore_eos=True)])[0]["c"]
+    assert engine.scheduler.free == (2, engine.scheduler.num_pages)

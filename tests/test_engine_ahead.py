@@ -5,7 +5,7 @@ tests/test_engine.py draws `overlaps` too: any schedule gives every request what
 from dataclasses import replace
 
 import pytest
-from engine_oracle import EOS, VOCAB, collect, drive, request, run, text_of
+from engine_oracle import EOS, VOCAB, a_failure_ends_what_runs, collect, drive, request, run, text_of
 from fake_backend import FakeBackend, FakePending
 
 from k3cuda.errors import K3Error, NumericalError, OutOfMemory
@@ -149,14 +149,7 @@ def test_an_abort_while_a_step_is_on_its_way():
 @pytest.mark.parametrize("call", range(13))
 @pytest.mark.parametrize("raised, want", [(RuntimeError("lost"), K3Error), (MemoryError("full"), OutOfMemory)])
 def test_a_failing_backend_ends_what_runs_and_nothing_else(call, raised, want):
-    engine = Engine(FakeBackend(VOCAB, num_slots=2, fail={call: raised}, overlaps=True))
-    for name in "abc":
-        engine.add(request(name, [1, 2], ignore_eos=True))
-    answers, last = drive(engine)
-    assert [last[n].finish_reason for n in "abc"] == ["error", "error", "length"] if call else ["error", "length", "length"]
-    assert isinstance(last["a"].error, want) and str(raised) in str(last["a"].error)
-    assert answers["c"] == run([request("c", [1, 2], ignore_eos=True)])[0]["c"]
-    assert engine.scheduler.free == (2, engine.scheduler.num_pages)
+    a_failure_ends_what_runs(call, raised, want, overlaps=True)
 
 
 def test_an_interrupt_is_raised_and_then_told():

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_oracle import VOCAB, Letters, collect, drive, request, run
+from engine_oracle import VOCAB, Letters, a_failure_ends_what_runs, collect, drive, request, run
 from fake_backend import FakeBackend, fake_logits
 
 from k3cuda.errors import K3Error, NumericalError, OutOfMemory, PromptTooLong, UsageError
@@ -15,14 +15,7 @@ from k3cuda.runtime.text_stream import TextStream
 @pytest.mark.parametrize("call", range(8))
 @pytest.mark.parametrize("raised, want", [(RuntimeError("lost"), K3Error), (MemoryError("full"), OutOfMemory), (NumericalError("own"), NumericalError)])
 def test_a_failing_backend_ends_what_runs_and_nothing_else(call, raised, want):
-    engine = Engine(FakeBackend(VOCAB, num_slots=2, fail={call: raised}))
-    for name in "abc":
-        engine.add(request(name, [1, 2], ignore_eos=True))
-    answers, last = drive(engine)
-    assert [last[n].finish_reason for n in "abc"] == ["error", "error", "length"] if call else ["error", "length", "length"]
-    assert isinstance(last["a"].error, want) and str(raised) in str(last["a"].error)
-    assert answers["c"] == run([request("c", [1, 2], ignore_eos=True)])[0]["c"]
-    assert engine.scheduler.free == (2, engine.scheduler.num_pages)
+    a_failure_ends_what_runs(call, raised, want)
 
 
 def test_an_interrupt_is_raised_and_then_told():

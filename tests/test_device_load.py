@@ -1,5 +1,6 @@
 """The way of a checkpoint into a device's memory, with NumPy memory and the device's kernels under g++: the same code that drives a GPU."""
 import gc
+import os
 
 import numpy as np
 import pytest

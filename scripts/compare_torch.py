@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from k3cuda import packing  # noqa: E402
 from k3cuda.cli.bench import Counts  # noqa: E402
-from k3cuda.cli.options import config_of  # noqa: E402
+from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import DECODE_ROWS, RELEASED  # noqa: E402
 from k3cuda.emit import kernels_of  # noqa: E402
 from k3cuda.packing import PACKED  # noqa: E402

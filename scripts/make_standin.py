@@ -8,7 +8,7 @@ read from holes says nothing about a disk.
 """
 import click
 
-from k3cuda.cli.options import config_of
+from k3cuda.cli.model_argument import config_of
 from k3cuda.config import RELEASED
 from k3cuda.errors import K3Error
 from k3cuda.runtime.standin import write_standin

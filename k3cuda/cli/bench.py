@@ -7,6 +7,7 @@ from ..errors import OutOfMemory, UsageError
 from ..runtime.cuda_driver import require_gpu
 from . import options
 from .group import Group
+from .model_argument import config_of
 from .output import Result, say
 
 LONGEST_CONTEXT = 1 << 20
@@ -113,8 +114,8 @@ def prefill(model, tp, rank, layers, kv_cache_dtype, experts, prompt, stages, ou
 
     Prints one JSON document: an object for each prompt and number of experts.
     """
-    cfg = options.config_of(model, layers)
-    options.check_rank(tp, rank)
+    cfg = config_of(model, layers)
+    _check_rank(tp, rank)
     _check_experts(cfg, experts, MAX_ROWS)
     require_gpu()
     from ..emit import Probes
@@ -151,8 +152,8 @@ def _stages(bench, names=()) -> dict:
 
 def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cache_dtype, experts, hop_delay_us) -> None:
     """Calls `each(bench, walk)` for every combination; its (step, stages) go into the document."""
-    cfg = options.config_of(model, layers)
-    options.check_rank(tp, rank)
+    cfg = config_of(model, layers)
+    _check_rank(tp, rank)
     shapes = [_shared(n, sequences) for n in rows]
     top_k = cfg.num_experts_per_token
     _check_experts(cfg, experts, max(rows))
@@ -170,6 +171,11 @@ def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cac
             _context(bench, probe, tokens, shapes, top_k, each, document)
     result.document(document | {"model": model, "layers": cfg.num_hidden_layers} | surroundings(bench.device), indent=1)
     result.close()
+
+
+def _check_rank(tp: int, rank: int) -> None:
+    if rank >= tp:
+        raise UsageError(f"--rank: found {rank}, wanted 0 to {tp - 1}", "ranks are counted from 0")
 
 
 def _check_experts(cfg, experts, rows: int) -> None:

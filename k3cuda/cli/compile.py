@@ -11,6 +11,7 @@ from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
 from ..runtime.cuda_kernels import GPU_SMS, ROW_BUCKETS, bucket_of, compile_bucket, compile_step_io, side_by_side
 from . import options
 from .bench import Counts
+from .model_argument import config_of
 from .output import Result, say
 
 MOST_SMS = 1024
@@ -47,7 +48,7 @@ def compile(model, output, arch, tp, rows, kv_cache_dtype, sms, json):   # noqa:
 
     _check_names("--arch", arch, ARCHS, REFUSED)
     _check_names("--kv-cache-dtype", kv_cache_dtype, list(KV_BYTES))
-    plan = build_plan(options.config_of(model), tp)
+    plan = build_plan(config_of(model), tp)
     _make_folder(output)
     nvrtc = nvrtc_version()
     units = [{"arch": a, "sms": n, "rows": bucket, "kv_cache_dtype": kv}

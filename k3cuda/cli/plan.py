@@ -2,6 +2,7 @@
 import click
 
 from . import options
+from .model_argument import config_of
 from .output import Result
 
 
@@ -16,7 +17,7 @@ def plan(model, tp, markdown, output):
     from .. import dataflow
     from ..plan import build_plan
 
-    result, cfg = Result(output), options.config_of(model)
+    result, cfg = Result(output), config_of(model)
     if markdown:
         result.write(dataflow.markdown(cfg, tp))
     else:

@@ -1,0 +1,101 @@
+"""What kinds of flags and commands there are: aliases, refusals, variables. The flags themselves are in options.py."""
+import click
+
+from . import output
+
+SPECULATIVE = "k3cuda.speculative_config"   # where values that one flag gives for others wait in click's context until all are read
+
+
+class Option(click.Option):
+    """An option with further spellings that work and that --help doesn't show."""
+
+    def __init__(self, *declarations, aliases=(), **attributes):
+        super().__init__(*declarations, **attributes)
+        self.aliases = list(aliases)
+
+    def add_to_parser(self, parser, ctx):
+        shown = self.opts
+        self.opts = shown + self.aliases
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.opts = shown
+
+
+class Text(click.types.StringParamType):
+    """Text for the model. In a variable several values stand on lines of their own, since each may hold blanks."""
+
+    envvar_list_splitter = "\n"
+
+    def convert(self, value, param, ctx):
+        value = super().convert(value, param, ctx)
+        if any("\udc80" <= c <= "\udcff" for c in value):   # bytes that the locale could not read: text is UTF-8
+            value = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return value
+
+
+class NotYet(Option):
+    """A flag of a later version: refused by name, because ignoring it would change what the user believes to have run."""
+
+    def __init__(self, *declarations, what: str, **attributes):
+        super().__init__(*declarations, hidden=True, callback=self._refuse, expose_value=False, **attributes)
+        self.what = what
+
+    @staticmethod
+    def _refuse(ctx, option, value):
+        if value is not None and not ctx.resilient_parsing:
+            raise click.UsageError(f"{option.opts[0]}: {option.what} is not in this version yet; leave it out", ctx)
+
+
+class NotNeeded(Option):
+    """A flag of vLLM that says what is so here anyway, or what is not so: accepted, with one line that says why it changes nothing."""
+
+    def __init__(self, *declarations, why: str, **attributes):
+        super().__init__(*declarations, hidden=True, callback=self._explain, expose_value=False, **attributes)
+        self.why = why
+
+    @staticmethod
+    def _explain(ctx, option, value):
+        if value not in (None, False, ()) and not ctx.resilient_parsing:
+            output.say(f"{option.opts[0]} is not needed: {option.why}")
+
+
+def flags(*options):
+    """A decorator that adds `options` in this order."""
+    def decorate(command):
+        for declarations, attributes in reversed(options):
+            command = click.option(*declarations, **{"cls": Option} | attributes)(command)
+        return command
+    return decorate
+
+
+def flag(*declarations, **attributes):
+    return declarations, attributes
+
+
+LOG_FLAGS = (
+    flag("--quiet", "-q", is_flag=True, aliases=["--log-disable"], help="Errors only on stderr."),
+    flag("--verbose", "-v", is_flag=True, help="Everything on stderr, tracebacks too."),
+    flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"], False), envvar="K3CUDA_LOG_LEVEL",
+          help="[default: info on a terminal, else warning]"),
+    flag("--log-format", type=click.Choice(["text", "json"], False), default="text", envvar="K3CUDA_LOG_FORMAT", show_default=True,
+          help="Form of the lines on stderr."),
+)
+
+
+class Command(click.Command):
+    """A command with the log flags; they are obeyed before it starts."""
+
+    def __init__(self, *args, **attributes):
+        super().__init__(*args, **attributes)
+        self.params += [Option(declarations, **rest) for declarations, rest in LOG_FLAGS]
+
+    def invoke(self, ctx):
+        for name, value in ctx.meta.get(SPECULATIVE, {}).items():
+            if ctx.params[name] not in (None, value):
+                raise click.UsageError(f"--speculative-config: {name} {value!r:.60} beside {ctx.params[name]!r:.60}; give one of them", ctx)
+            ctx.params[name] = value
+        output.configure_logging(*(ctx.params.pop(name) for name in ("log_level", "quiet", "verbose", "log_format")))
+        if ctx.obj:   # what the group had to say before there was a log
+            output.log.warning(ctx.obj)
+        return super().invoke(ctx)

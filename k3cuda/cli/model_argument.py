@@ -1,0 +1,79 @@
+"""MODEL: how a command gets it, and the configuration it names."""
+import functools
+
+import click
+
+from ..errors import UsageError
+from .flag_kinds import flag, flags
+
+MODEL = flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL", help="Checkpoint folder or file, or 'demo'.")
+
+
+def model(default: str | None = None):
+    """MODEL, as an argument or by flag or variable; the command gets one `model`."""
+    def decorate(command):
+        @click.argument("model_argument", metavar="[MODEL]", required=False)
+        @flags((MODEL[0], MODEL[1] | {"help": MODEL[1]["help"] + (f"  [default: {default}]" if default else "")}))
+        @click.pass_context
+        @functools.wraps(command)
+        def run(ctx, *args, model, model_argument, **kwargs):
+            return command(*args, model=_one_model(ctx, model, model_argument, default), **kwargs)
+        return run
+    return decorate
+
+
+def model_and_file(command):
+    """MODEL as `model` takes it, and a FILE behind it: a single word is the file."""
+    @click.argument("words", metavar="[MODEL] FILE", nargs=-1, required=True)
+    @flags(MODEL)
+    @click.pass_context
+    @functools.wraps(command)
+    def run(ctx, *args, model, words, **kwargs):
+        if len(words) > 2:
+            raise click.UsageError(f"found {len(words)} words, wanted [MODEL] FILE", ctx)
+        return command(*args, model=_one_model(ctx, model, words[0] if len(words) == 2 else None, None), file=words[-1], **kwargs)
+    return run
+
+
+def _one_model(ctx, by_flag: str | None, argument: str | None, default: str | None) -> str:
+    is_flag = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
+    if is_flag and argument is not None and by_flag != argument:
+        raise click.UsageError(f"two models: {argument!r} and --model {by_flag!r}; give one", ctx)
+    chosen = by_flag if argument is None else argument
+    if not (chosen or default):
+        raise click.UsageError("no model; give the folder of a checkpoint, or 'demo', or set K3CUDA_MODEL", ctx)
+    return chosen or default
+
+
+def config_of(model: str, layers: int | None = None):
+    """The K3Config that MODEL names, for commands that need no weights; `layers` cuts it short.
+
+    Raises UsageError: more layers than there are. ConfigError: as K3Config.from_json.
+    """
+    from dataclasses import replace
+
+    from ..config import RELEASED, RELEASED_FOLDER, K3Config
+    from ..runtime.demo import DEMO, open_demo
+
+    cfg = open_demo().cfg if model == DEMO else K3Config.from_json(RELEASED_FOLDER if model == RELEASED else _config_file(model))
+    if layers is None or layers == cfg.num_hidden_layers:
+        return cfg
+    if layers > cfg.num_hidden_layers:
+        raise UsageError(f"--layers: found {layers}, the model has {cfg.num_hidden_layers}")
+    lin = cfg.linear_attn_config
+    lin = replace(lin, **{name: tuple(i for i in getattr(lin, name) if i <= layers) for name in ("kda_layers", "full_attn_layers")})
+    return replace(cfg, num_hidden_layers=layers, linear_attn_config=lin)
+
+
+def _config_file(model: str):
+    """The config.json of MODEL, which may also be a file of weights beside it. ConfigError where reading it could not end."""
+    from pathlib import Path
+
+    from ..errors import ConfigError
+    from ..runtime.downloads import no_text
+
+    path = Path(model)
+    path = path.parent / "config.json" if path.suffix == ".safetensors" else path / "config.json" if path.is_dir() else path
+    if kind := no_text(path):
+        raise ConfigError(f"{path}: found {kind[0]}, wanted the config of a Kimi K3 release", kind[1])
+    return path

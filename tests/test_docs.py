@@ -99,7 +99,7 @@ def test_fields_of_documents(name, args, code):
 def test_the_command_and_fields_of_an_evaluation(tmp_path):
     guide = (ROOT / "docs/eval.md").read_text(encoding="utf-8")
     (tmp_path / "questions.jsonl").write_text(re.findall(r"```json\n(.*?)```", guide, re.S)[0].splitlines()[0])
-    first, second = (shlex.split(block)[1:] for block in re.findall(r"```sh\n(.*?)```", guide, re.S))
+    first, second = (shlex.split(block)[1:] for block in re.findall(r"```sh\n(k3cuda eval .*?)```", guide, re.S))
     k3(*first, "-n", "5", cwd=tmp_path)
     found = k3_json(*second, "-n", "5", "--json", cwd=tmp_path)
     shown = json.loads(re.findall(r"```json eval\n(.*?)```", PAGE, re.S)[0])

@@ -145,7 +145,11 @@ def test_models_and_tokens(serving):
     found = running.post("/tokenize", prompt="hi <|sep|>é", return_token_strs=True).json()
     assert found["tokens"] == TOKENIZER.encode("hi <|sep|>é") and found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert running.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "hi <|sep|>é"}
-    assert running.http.get("/tokenizer_info").json()["eos_token"] == "<|end_of_msg|>"
+    info = running.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == ("[BOS]", "<|end_of_msg|>")
+    ids_of = {text: running.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"] for text in ("[BOS]", "[BOS] ", "<|end_of_msg|>")}
+    assert ids_of.pop("[BOS]") == [TOKENIZER.special["[BOS]"]]   # how a client asks for its id; everything else is text
+    assert all(ids == TOKENIZER.encode(text) and max(ids) < TOKENIZER.num_base for text, ids in ids_of.items())
 
 
 def test_metrics_count_what_happened(serving):

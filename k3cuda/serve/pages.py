@@ -9,6 +9,8 @@ from .calls import Service
 from .http import answered, json_response, off_loop, read_body
 from .refusals import Refusal, bad
 
+_BOS = "[BOS]"
+
 
 def _service(http: HttpRequest) -> Service:
     return http.app.state.service
@@ -42,11 +44,16 @@ def _tokenized(service: Service, data: bytes) -> dict:
     if body.get("messages") is not None:
         ids = conversation_ids(service.tokenizer, body["messages"], tools=body.get("tools"), reasoning_effort=fields.effort(body, service.effort))
     elif isinstance(body["prompt"], str):
-        ids = service.tokenizer.encode(body["prompt"])
+        ids = _ids_of(service.tokenizer, body["prompt"])
     else:
         raise bad("prompt", f"found {type(body['prompt']).__name__}, wanted text")
     strings = {"token_strs": [service.words.text(i) for i in ids]} if fields.boolean(body, "return_token_strs") else {}
     return {"count": len(ids), "max_model_len": service.context, "tokens": ids} | strings
+
+
+def _ids_of(tokenizer, text: str) -> list[int]:
+    """Text is text, but for the one prompt by which clients ask what BOS is: its name and nothing else. BOS marks nothing in a conversation."""
+    return [tokenizer.special[_BOS]] if text == _BOS and _BOS in tokenizer.special else tokenizer.encode(text)
 
 
 @answered
@@ -71,7 +78,7 @@ async def tokenizer_info(http: HttpRequest) -> Response:
         return name if name in tokenizer.special else None
 
     eos = next((service.words.text(i) for i in (*service.model.eos_ids, tokenizer.end_of_msg_id)))
-    return json_response({"tokenizer_class": "TikTokenTokenizer", "bos_token": named("[BOS]"), "eos_token": eos, "pad_token": named("[PAD]"),
+    return json_response({"tokenizer_class": "TikTokenTokenizer", "bos_token": named(_BOS), "eos_token": eos, "pad_token": named("[PAD]"),
                           "unk_token": named("[UNK]"), "vocab_size": tokenizer.vocab_size, "model_max_length": service.context})
 
 

@@ -99,7 +99,7 @@ def test_fields_of_documents(name, args, code):
 def test_the_command_and_fields_of_an_evaluation(tmp_path):
     guide = (ROOT / "docs/eval.md").read_text(encoding="utf-8")
     (tmp_path / "questions.jsonl").write_text(re.findall(r"```json\n(.*?)```", guide, re.S)[0].splitlines()[0])
-    first, second = (shlex.split(block)[1:] for block in re.findall(r"```sh\n(k3cuda eval .*?)```", guide, re.S))
+    first, tasks, second = (shlex.split(block)[1:] for block in re.findall(r"```sh\n(k3cuda eval .*?)```", guide, re.S))
     k3(*first, "-n", "5", cwd=tmp_path)
     found = k3_json(*second, "-n", "5", "--json", cwd=tmp_path)
     shown = json.loads(re.findall(r"```json eval\n(.*?)```", PAGE, re.S)[0])
@@ -108,6 +108,7 @@ def test_the_command_and_fields_of_an_evaluation(tmp_path):
     assert shown["setup"].pop("draft") is None and found["acceptance_length"] >= 1
     shown["comparison"]["changed"] = []
     assert keys(shown) == keys(found)
+    assert k3_json(*tasks, "-n", "2", "--limit", "2", "--json", cwd=tmp_path)["tasks"].keys() == {"addition", "subtraction"}
 
 
 def test_every_flag_is_on_the_page():

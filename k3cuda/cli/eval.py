@@ -16,6 +16,7 @@ from .prompts import read_file
 MAX_BATCH = 8
 SEED = 0           # a fixed one, so that two evaluations can be compared answer by answer
 DRAFT = ("draft_model", "num_drafts", "acceptance", "draft_sampling", "draft_rows", "confidence_threshold")   # as asked for
+_DEMO_SCORER = "exact"
 _ALIASES = {"int": "integer", "needle": "mrcr"}
 
 
@@ -27,7 +28,7 @@ class _Scorer(click.Choice):
 @click.command("eval", cls=options.Command)
 @options.model_and_file
 @options.flags(
-    options.flag("--scorer", type=_Scorer(list(SCORERS)), required=True, help="How an answer is scored."),
+    options.flag("--scorer", type=_Scorer(list(SCORERS)), help="How an answer is scored; not needed for the tasks of demo."),
     options.flag("--runs", type=click.IntRange(min=1), default=1, metavar="N", aliases=["--repeats"],
                  help="Answers to each question, with seeds of their own.  [default: 1]"),
     options.flag("--limit", type=click.IntRange(min=1), metavar="N", help="The first N questions only.  [default: all]"),
@@ -38,8 +39,9 @@ class _Scorer(click.Choice):
 @options.sampling
 @options.server_engine(MAX_BATCH)
 def evaluate(model, file, scorer, runs, limit, results, baseline, json, output, system, reasoning_effort, no_think, no_progress, **flags):
-    """Answer the questions of a file and score the answers."""
+    """Answer the questions of a file and score the answers. The FILE demo is the held-out sets of the demo model's own tasks."""
     from ..runtime import evaluation
+    from ..runtime.demo import DEMO
     from ..runtime.sampling import SamplingParams
 
     effort = options.effort(reasoning_effort, no_think, model)
@@ -47,7 +49,8 @@ def evaluate(model, file, scorer, runs, limit, results, baseline, json, output, 
     params = SamplingParams(**options.sampling_arguments(flags) | {"seed": SEED if flags["seed"] is None else flags["seed"]})
     if engine["acceptance"] == "synthetic":
         raise UsageError("--acceptance synthetic makes text that means nothing", "leave it out to score answers")
-    items = evaluation.read_items(read_file(file), file, SCORERS[scorer], system)[:limit]
+    text, scorer = _questions(file, scorer, limit, file == DEMO)
+    items = evaluation.read_items(text, file, SCORERS[scorer], system)[:limit]
     theirs = None if baseline is None else _baseline(baseline)
     result, kept = Result(output), ResultsFile(results)
     with open_llm(model, not no_progress, **engine) as llm:
@@ -61,7 +64,8 @@ def evaluate(model, file, scorer, runs, limit, results, baseline, json, output, 
         code = _run(evaluation.run(llm, todo, params, params.seed, effort, SCORERS[scorer], 2 * engine["max_batch"]), kept, len(wanted), len(todo))
     kept.close()
     answers = [kept.answers[key] for key in wanted if key in kept.answers]
-    document = {"model": model, "scorer": scorer, "wanted": len(wanted)} | evaluation.summary(answers) | {"setup": setup, "comparison": None}
+    document = {"model": model, "scorer": scorer, "wanted": len(wanted)} | evaluation.summary(answers)
+    document |= {"tasks": _by_task(answers, evaluation) if file == DEMO else None, "setup": setup, "comparison": None}
     if theirs is not None:
         others = [evaluation.rescored(a, wanted[key][0], SCORERS[scorer]) for key, a in theirs[1].items() if key in wanted and a["error"] is None]
         document["comparison"] = evaluation.compare(answers, others) | {"differs": differing(theirs[0], setup)}
@@ -72,6 +76,28 @@ def evaluate(model, file, scorer, runs, limit, results, baseline, json, output, 
         raise BenchmarkError(f"{document['failed']} of {len(wanted)} answers failed, the first one to {first['id']!r:.60}: {first['error']}",
                              "the score is over the others; with --results only these are tried again")
     return code
+
+
+def _questions(file: str, scorer: str | None, limit: int | None, is_demo: bool) -> tuple[str, str]:
+    """(JSON lines, name of the scorer)."""
+    if is_demo:
+        from ..runtime.demo_tasks import SET_SIZE, TASKS, held_out_lines
+
+        if scorer not in (None, _DEMO_SCORER):
+            raise UsageError(f"--scorer: found {scorer} for the tasks of demo, whose answers are {_DEMO_SCORER}", "leave it out")
+        most = SET_SIZE * len(TASKS)
+        return held_out_lines(min(limit or most, most)), _DEMO_SCORER
+    if scorer is None:
+        raise UsageError(f"no --scorer for {file}", f"give one of {', '.join(SCORERS)}")
+    return read_file(file), scorer
+
+
+def _by_task(answers, evaluation) -> dict:
+    """Counts and scores of each task by its name, as of all together."""
+    from ..runtime.demo_tasks import task_of
+
+    names = dict.fromkeys(task_of(a["id"]) for a in answers)
+    return {name: evaluation.summary(a for a in answers if task_of(a["id"]) == name) for name in names}
 
 
 def _baseline(path: str) -> tuple[dict, dict]:
@@ -104,9 +130,12 @@ def _run(answers, kept: ResultsFile, total: int, todo: int) -> int:
     return 0
 
 
+def _score(d: dict) -> str:
+    return "no answer was scored" if d["score"] is None else f"{d['score']:.4f}   95 % interval {d['low']:.4f} to {d['high']:.4f}, {d['items']} items"
+
+
 def _text(d: dict) -> str:
-    score = "no answer was scored" if d["score"] is None else f"{d['score']:.4f}   95 % interval {d['low']:.4f} to {d['high']:.4f}, {d['items']} items"
-    lines = [f"{d['scorer']} score   {score}",
+    lines = [f"{d['scorer']} score   {_score(d)}", *(f"{name:<12}  {_score(part)}" for name, part in (d["tasks"] or {}).items()),
              f"answers   {d['answers']} of {d['wanted']}; {d['cut']} cut by length, {d['unread']} with nothing to score, {d['failed']} failed",
              f"tokens    {d['completion_tokens']}, {d['reasoning_tokens']} of them reasoning"]
     if d["acceptance_length"] is not None:

@@ -23,7 +23,7 @@ def model(default: str | None = None):
 
 
 def model_and_file(command):
-    """MODEL as `model` takes it, and a FILE behind it: a single word is the file."""
+    """MODEL as `model` takes it, and a FILE behind it: a single word is the file, of which `demo` brings its model along."""
     @click.argument("words", metavar="[MODEL] FILE", nargs=-1, required=True)
     @flags(MODEL)
     @click.pass_context
@@ -31,7 +31,10 @@ def model_and_file(command):
     def run(ctx, *args, model, words, **kwargs):
         if len(words) > 2:
             raise click.UsageError(f"found {len(words)} words, wanted [MODEL] FILE", ctx)
-        return command(*args, model=_one_model(ctx, model, words[0] if len(words) == 2 else None, None), file=words[-1], **kwargs)
+        from ..runtime.demo import DEMO
+
+        default = DEMO if words[-1] == DEMO else None
+        return command(*args, model=_one_model(ctx, model, words[0] if len(words) == 2 else None, default), file=words[-1], **kwargs)
     return run
 
 

@@ -102,5 +102,10 @@ def _last_box(text: str) -> str | None:
     return None
 
 
-SCORERS = {"integer": Scorer(_integer, _score_integer), "letter": Scorer(_letter, _score_letter),
+def _score_exact(text: str, right: str) -> tuple[float, str | None]:
+    found = " ".join(text.split())
+    return float(found == " ".join(right.split())), found or None
+
+
+SCORERS = {"exact": Scorer(_text, _score_exact), "integer": Scorer(_integer, _score_integer), "letter": Scorer(_letter, _score_letter),
            "mrcr": Scorer(_needle, _score_needle), "ratio": Scorer(_text, lambda text, right: (_ratio(text, right), text))}

@@ -20,6 +20,7 @@ _SAME = ("token_ids", "row_slot", "row_position", "page_table", "logit_rows", "r
 DRAFT_BUFFERS: tuple[Buffer, ...] = (
     *(TARGET[name] for name in _SAME),
     _b("taps", "rows num_taps target_hidden_size", "bf16", "input", "written by the target's step: the same memory"),
+    _b("row_last", "rows", "i32", "input", "position of the last row of the row's block: what is seen up to where a layer sees both ways"),
     _b("seq_seed", "seqs two", "i32", "input", "low and high word of the sequence's seed"),
     _b("seq_temperature", "seqs", "f32", "input", "of the draft's draw; 0: the likeliest token"),
 
@@ -39,7 +40,7 @@ DRAFT_BUFFERS: tuple[Buffer, ...] = (
     _b("gqa_query", "rows num_attention_heads head_dim", "bf16", "step", "queries, normed and turned", 1),
     _b("mixer_out", "rows mixer_dim", "bf16", "step", "attention output, heads side by side", 1),
 
-    _b("draft_prev", "seqs", "i32", "step", "token before the one that is drawn next: the anchor, then each draft"),
+    _b("markov_in", "seqs markov_rank", "bf16", "step", "Markov embedding of the token before the one that is drawn next: the anchor, then each draft"),
     _b("draft_logits_part", "num_drafts seqs vocab_size", "f32", "step", "head and Markov bias, this rank's tokens", 2),
     _b("draft_logits", "num_drafts seqs vocab_size", "f32", "step", "what each draft was drawn from"),
     _b("draft_ids", "num_drafts seqs", "i32", "step", "the drafts"),

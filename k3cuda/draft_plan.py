@@ -1,6 +1,7 @@
 """The ordered operations of a draft: those that turn committed rows into context, and those that propose tokens."""
 from dataclasses import dataclass
 
+from .config import DECODE_ROWS
 from .draft_buffers import BY_NAME, Buffer
 from .draft_config import DraftConfig
 from .draft_stages import DRAFT_STAGES
@@ -20,6 +21,7 @@ class DraftPlan:
     Attributes:
         context: after a target step is committed, over its rows.
         ops: a block of every sequence, then `num_drafts` tokens of each.
+        block_rows: rows of a sequence in a block.
     """
 
     cfg: DraftConfig
@@ -27,6 +29,17 @@ class DraftPlan:
     num_drafts: int
     context: tuple[Op, ...]
     ops: tuple[Op, ...]
+    block_rows: int
+
+    @property
+    def max_seqs(self) -> int:
+        """Sequences whose blocks fit one step, and one verify step with all their drafts."""
+        return DECODE_ROWS // max(self.num_drafts + 1, self.block_rows)
+
+    def padded_seqs(self, rows: int) -> int:
+        """Sequences of a step of up to `rows` rows as its products count them: a power of two, 0 where a block does not fit."""
+        fit = min(rows // self.block_rows, self.max_seqs)
+        return fit and 1 << (fit - 1).bit_length()
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -39,8 +52,9 @@ class DraftPlan:
         return {name: b for name, b in BY_NAME.items() if name in used}
 
 
-def build_draft_plan(cfg: DraftConfig, tp: int = 1, num_drafts: int | None = None) -> DraftPlan:
-    """Orders the stages for a draft cut over `tp` ranks that proposes `num_drafts` tokens at a time (None: the most it can).
+def build_draft_plan(cfg: DraftConfig, tp: int = 1, num_drafts: int | None = None, block_rows: int | None = None) -> DraftPlan:
+    """Orders the stages for a draft cut over `tp` ranks that proposes `num_drafts` tokens at a time (None: the most it can) from blocks of
+    `block_rows` rows (None: those it was trained with).
 
     Raises ConfigError if it cannot be cut so, PlanError if the tables contradict themselves.
     """
@@ -65,4 +79,4 @@ def build_draft_plan(cfg: DraftConfig, tp: int = 1, num_drafts: int | None = Non
     for layer, w in all_draft_weights(cfg):
         if (w.name, layer) not in used:
             raise PlanError(f"no stage uses weight {w.name!r} of layer {layer}")
-    return DraftPlan(cfg, tp, num_drafts, with_waits(context, same, BY_NAME), with_waits(ops, same, BY_NAME))
+    return DraftPlan(cfg, tp, num_drafts, with_waits(context, same, BY_NAME), with_waits(ops, same, BY_NAME), block_rows or cfg.block_size)

@@ -42,14 +42,14 @@ DRAFT_STAGES: tuple[Stage, ...] = (
     _same("mla_q", "layer mla"),
     stage("draft_mla_absorb", "draft_mla", "layer mla rope", reads="row_position mla_q", weights="mla_kv_b_proj", writes="mla_q_absorbed"),
     _same("mla_absorb", "layer mla nope"),
-    stage("draft_mla_attend", "draft_mla", "layer mla", reads="row_slot row_position page_table mla_q_absorbed mla_cache", writes="mla_o_latent"),
+    stage("draft_mla_attend", "draft_mla", "layer mla", reads="row_slot row_position row_last page_table mla_q_absorbed mla_cache", writes="mla_o_latent"),
     stage("draft_mla_out", "draft_mla", "layer mla ungated", reads="mla_o_latent", weights="mla_kv_b_proj", writes="mixer_out"),
     _same("mla_out", "layer mla gated"),
 
     stage("gqa_in", "draft_gqa", "layer gqa", reads="attn_in", weights="gqa_q_proj gqa_k_proj gqa_v_proj", writes="gqa_q gqa_kv"),
     stage("gqa_norm", "draft_gqa", "layer gqa", reads="row_slot row_position page_table gqa_q gqa_kv", weights="gqa_q_norm gqa_k_norm",
        writes="gqa_query", updates="gqa_cache"),
-    stage("gqa_attend", "draft_gqa", "layer gqa", reads="row_slot row_position page_table gqa_query gqa_cache", writes="mixer_out"),
+    stage("gqa_attend", "draft_gqa", "layer gqa", reads="row_slot row_position row_last page_table gqa_query gqa_cache", writes="mixer_out"),
 
     _same("o_proj", "layer"), _same("attn_exchange", "layer"),
     stage("draft_ffn_in", "draft_block", "layer", reads="attn_parts", weights="post_attention_layernorm", writes="ffn_in", updates="hidden"),
@@ -57,16 +57,16 @@ DRAFT_STAGES: tuple[Stage, ...] = (
     _same("dense_up", "layer situ"),
     _same("dense_down", "layer"), _same("dense_exchange", "layer"), _same("dense_sum", "layer"),
 
-    stage("draft_out", "draft_block", "end", reads="row_slot token_ids logit_rows hidden ffn_out", weights="final_norm", writes="head_in draft_prev"),
+    stage("draft_out", "draft_block", "end", reads="row_slot token_ids logit_rows hidden ffn_out", weights="final_norm markov_w1", writes="head_in markov_in"),
     _same("lm_head", "end"),
 
     # ---- one draft after the other: only a bias of low rank depends on the token before ----
-    stage("markov", "draft_head", "draft", reads="logits_part draft_prev", weights="markov_w1 markov_w2", writes="draft_logits_part"),
-    stage("confidence", "draft_head", "draft confidence_markov", reads="head_in draft_prev", weights="markov_w1 confidence_proj confidence_bias",
+    stage("markov", "draft_head", "draft", reads="logits_part markov_in", weights="markov_w2", writes="draft_logits_part"),
+    stage("confidence", "draft_head", "draft confidence_markov", reads="head_in markov_in", weights="confidence_proj confidence_bias",
        writes="draft_confidence"),
     stage("confidence_plain", "draft_head", "draft confidence_plain", reads="head_in", weights="confidence_proj confidence_bias",
        writes="draft_confidence"),
     collective("draft_logits_exchange", "draft", ("draft_logits_part", "draft_logits", GATHER)),
-    stage("draft_pick", "draft_head", "draft", reads="row_slot row_position seq_seed seq_temperature draft_logits", writes="draft_ids draft_prev"),
+    stage("draft_pick", "draft_head", "draft", reads="row_slot row_position seq_seed seq_temperature draft_logits", weights="markov_w1", writes="draft_ids markov_in"),
 )
 BY_NAME = {s.name: s for s in DRAFT_STAGES}

@@ -2,8 +2,9 @@
 from dataclasses import dataclass
 
 from .config import MXFP4_GROUP, MXFP4_PER_BYTE, K3Config
+from .draft_config import DraftConfig
 from .weights import BY_NAME as WEIGHT
-from .weights import MMA_K, tree_leaves
+from .weights import MMA_K, Weight, tree_leaves
 
 # How the sources become one array; kernels_cu/row_core.cuh and repack.py draw the layouts.
 TILES = "tiles"            # BF16 fragments, sources behind each other, each padded to whole tiles of 16 rows
@@ -54,6 +55,33 @@ PACKED: dict[str, tuple[Packed, ...]] = {
     "output_mix": (_p(FOLDED, "output_score", "output_attn_res_norm output_attn_res_proj"), _p(PLAIN, "final_norm")),
     "lm_head": (_p(TILES, "lm_head"),),
 }
+_FUSED = _p(TILES, "context_proj")
+_MARKOV_ROWS = _p(PLAIN, "markov_w1")
+# Of a draft's stages; those that are the target's own read the same arrays.
+DRAFT_PACKED: dict[str, tuple[Packed, ...]] = {
+    "fuse": (_FUSED,),
+    "fuse_normed": (_FUSED, _p(PLAIN, "fc_norm")),
+    "context_mean": (_p(PLAIN, "context_norm"),),
+    "context_latents": (_p(TILES, "context_kv_proj"),),
+    "context_keys": (_p(TILES, "context_kv", "context_k_proj context_v_proj"),),
+    "store_latents": (_p(PLAIN, "context_kv_norm", "mla_kv_a_layernorm"),),
+    "store_keys": (_p(PLAIN, "context_k_norm", "gqa_k_norm"),),
+    **{name: PACKED[name] for name in ("embed", "mla_in", "mla_q", "mla_absorb", "mla_out", "o_proj", "dense_up", "dense_down", "lm_head")},
+    "draft_attn_in": (_p(PLAIN, "input_layernorm"),),
+    "draft_mla_in": (_p(TILES, "draft_mla_in", "mla_q_a_proj mla_kv_a_proj"),),
+    "draft_mla_norm": PACKED["mla_norm"],
+    "draft_mla_absorb": PACKED["mla_absorb"],
+    "draft_mla_out": PACKED["mla_out"],
+    "gqa_in": (_p(TILES, "gqa_in", "gqa_q_proj gqa_k_proj gqa_v_proj"),),
+    "gqa_norm": (_p(PLAIN, "gqa_q_norm"), _p(PLAIN, "gqa_k_norm")),
+    "draft_ffn_in": (_p(PLAIN, "post_attention_layernorm"),),
+    "silu_up": PACKED["dense_up"],
+    "draft_out": (_MARKOV_ROWS, _p(PLAIN, "final_norm")),
+    "markov": (_p(TILES, "markov_w2"),),
+    "confidence": (_p(PLAIN, "confidence_proj"), _p(PLAIN, "confidence_bias")),
+    "confidence_plain": (_p(PLAIN, "confidence_proj"), _p(PLAIN, "confidence_bias")),
+    "draft_pick": (_MARKOV_ROWS,),
+}
 # Stages of more than one kernel, in order: what passes between them is theirs alone.
 KERNELS = {"mla_attend": ("mla_attend", "mla_combine")}
 # The same in a step of more than DECODE_ROWS rows, where other kernels run it.
@@ -65,9 +93,9 @@ SLICED = frozenset(("mla_attend", "mla_combine"))  # take DECODE_ROWS rows at mo
 MAX_PACKED = max(map(len, PACKED.values()))
 
 
-def leaves_and_steps(name: str, cfg: K3Config, tp: int) -> tuple[int, int]:
-    """Of a matrix's inputs on one rank: leaves of the tree over K, and k-steps (MXFP4: groups) in each leaf."""
-    w, dims = WEIGHT[name], cfg.dims()
+def leaves_and_steps(name: str, cfg: K3Config | DraftConfig, tp: int, weights: dict[str, Weight] = WEIGHT) -> tuple[int, int]:
+    """Of a matrix's inputs on one rank: leaves of the tree over K, and k-steps (MXFP4: groups) in each leaf. `weights`: the table that has it."""
+    w, dims = weights[name], cfg.dims()
     if name == "mla_kv_b_proj":
         raise ValueError("kv_b_proj is two matrices: see inputs_leaves_and_steps")
     unit = MXFP4_GROUP if w.mxfp4 else MMA_K

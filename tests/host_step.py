@@ -6,11 +6,12 @@ import numpy as np
 from models import headdims
 from shim import host
 
-from k3cuda.buffers import BY_NAME, buffer_shape, step_dims
-from k3cuda.emit import SESSION, arena_offsets, build_files, launches_of
+from k3cuda.buffers import buffer_shape
+from k3cuda.emit import arena_offsets, build_files, launches_of
 from k3cuda.plan import build_plan
-from k3cuda.runtime.cuda_memory import VIEW_DTYPES, OpStruct, StepStruct
+from k3cuda.runtime.cuda_memory import VIEW_DTYPES, OpStruct, step_type
 from k3cuda.runtime.cuda_weights import op_arrays
+from k3cuda.tables import tables_of
 
 SLOTS = 12
 
@@ -22,14 +23,16 @@ class Kernels:
         stages: name -> kernels that are left out.
         folder: a new one.
         first_blocks: kernel -> how many of its blocks run, the first ones; they may be of a kernel that is a cluster, if they use none.
+        plan: other than that of a small target; then `ops` are all of its operations.
     """
 
-    def __init__(self, rows: int, tp: int, ride: bool, stages: dict, folder, first_blocks: dict[str, int] | None = None):
+    def __init__(self, rows: int, tp: int, ride: bool, stages: dict, folder, first_blocks: dict[str, int] | None = None, plan=None):
         self.first_blocks = first_blocks or {}
-        source = headdims()
-        self.plan, self.rows, self.ride, self.source, self.stages = build_plan(source.cfg, tp), rows, ride, source, stages
+        self.source = headdims()
+        self.plan = plan or build_plan(self.source.cfg, tp)
+        self.rows, self.ride, self.stages, self.ops = rows, ride, stages, tables_of(self.plan).ops
         files = build_files(self.plan, rows, "bf16", sms=5, ride=ride)   # few blocks, so that they walk
-        wanted = {k for op in self.plan.ops if op.stage.name in stages for k, _ in self.launches(op)}
+        wanted = {k for op in self.ops if op.stage.name in stages for k, _ in self.launches(op)}
         text = files.pop("kernels.cu").split("\n")
         names = [line.split("int k_")[1].split("_launch")[0] for line in text if "_launch[" in line]
         others = [n for n in names if n not in wanted]
@@ -43,7 +46,7 @@ class Kernels:
 
     def last(self, stage: str):
         """The operation of the latest layer that has the stage."""
-        return [op for op in self.plan.ops if op.stage.name == stage][-1]
+        return [op for op in self.ops if op.stage.name == stage][-1]
 
     def run(self, op, memory) -> None:
         args = OpStruct(layer=-1 if op.layer is None else op.layer, kind_index=op.kind_index, num_blocks=op.num_blocks, kv_scale=1.0)
@@ -60,15 +63,16 @@ class Kernels:
 
 
 class Memory:
-    """Of one rank; `peers` are those of all, once they exist."""
+    """Of one rank; `peers` are those of all, once they exist. `read(weight name, layer)`: the rank's slice, other than that of `source`."""
 
-    def __init__(self, plan, source, rank: int = 0):
-        self.plan, self.source, self.rank, self._weights = plan, source, rank, {}
-        self.dims = step_dims(plan.cfg, tp=plan.tp, slots=SLOTS, pages=SLOTS, slot_pages=1)
+    def __init__(self, plan, source, rank: int = 0, slot_pages: int = 1, read=None):
+        self.plan, self.rank, self._weights = plan, rank, {}
+        self._read = read or (lambda name, layer: source.rank_slices(name, layer, plan.tp, rank))
+        self.tables = tables_of(plan, SLOTS, SLOTS * slot_pages, slot_pages)
         self.offsets, size = arena_offsets(plan)
-        self.arena = _aligned(size)
-        self.session = {n: _aligned(prod(self._shape(n)) * np.dtype(VIEW_DTYPES[BY_NAME[n].dtype]).itemsize) for n in SESSION}
-        self.step = StepStruct(arena=self.arena.ctypes.data, rank=rank, **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
+        self.arena, self.dims = _aligned(size), self.tables.dims
+        self.session = {n: _aligned(prod(self._shape(n)) * self._dtype(n).itemsize) for n in self.tables.session}
+        self.step = step_type(self.tables.session)(arena=self.arena.ctypes.data, rank=rank, **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
         for name, array in self.session.items():
             setattr(self.step, f"{name}_base", array.ctypes.data)
         self.meet([self] * plan.tp)
@@ -78,10 +82,13 @@ class Memory:
             self.step.peers[i] = other.arena.ctypes.data
 
     def _shape(self, name):
-        return buffer_shape(BY_NAME[name], self.dims)
+        return buffer_shape(self.tables.buffers[name], self.dims)
+
+    def _dtype(self, name):
+        return np.dtype(VIEW_DTYPES[self.tables.buffers[name].dtype])
 
     def buffer(self, name):
-        shape, dtype = self._shape(name), np.dtype(VIEW_DTYPES[BY_NAME[name].dtype])
+        shape, dtype = self._shape(name), self._dtype(name)
         if name in self.session:
             return self.session[name].view(dtype).reshape(shape)
         start = self.offsets[name]
@@ -89,8 +96,9 @@ class Memory:
 
     def weights_of(self, op):
         if op not in self._weights:
-            read = lambda name: np.ascontiguousarray(self.source.rank_slices(name, op.layer, self.plan.tp, self.rank))  # noqa: E731
-            self._weights[op] = [_copied(a) for a in op_arrays(op, self.plan.cfg, self.plan.tp, read)]
+            read = lambda name: np.ascontiguousarray(self._read(name, op.layer))  # noqa: E731
+            arrays = op_arrays(op, self.plan.cfg, self.plan.tp, read, self.tables.packed, self.tables.weights)
+            self._weights[op] = [_copied(a) for a in arrays]
         return self._weights[op]
 
 

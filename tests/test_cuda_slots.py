@@ -7,10 +7,12 @@ import pytest
 
 cupy = pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
 
-from k3cuda.buffers import BY_NAME, buffer_shape, step_dims  # noqa: E402
+from k3cuda.buffers import BY_NAME, buffer_shape  # noqa: E402
+from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import cuda_memory  # noqa: E402
 from k3cuda.runtime.cuda_memory import VIEW_DTYPES, RankMemory  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
+from k3cuda.tables import tables_of  # noqa: E402
 
 STREAM = SimpleNamespace(ptr=0x5EED)
 NAMES = ("kda_state", "conv_state", "mla_cache")
@@ -31,11 +33,12 @@ def set_2d(target, pitch, value, width, height, stream):
 @pytest.fixture(params=["bf16", "fp8_e4m3"])
 def memory(request, monkeypatch):
     """(a RankMemory whose session buffers lie on the host, the same memory as NumPy arrays)"""
-    dims = step_dims(made_config(num_hidden_layers=8), tp=2, slots=3, pages=7, slot_pages=2)
+    tables = tables_of(build_plan(made_config(num_hidden_layers=8), 2), slots=3, pages=7, slot_pages=2)
+    dims = tables.dims
     dtypes = {n: np.dtype(np.uint8 if n == "mla_cache" and request.param == "fp8_e4m3" else VIEW_DTYPES[BY_NAME[n].dtype]) for n in NAMES}
     rng, made = np.random.default_rng(1), RankMemory.__new__(RankMemory)
     host = {n: rng.integers(0, 255, buffer_shape(BY_NAME[n], dims)).astype(dtypes[n]) for n in NAMES}
-    made.dims, made.kv_cache_dtype = dims, request.param
+    made.tables, made.dims, made.kv_cache_dtype = tables, dims, request.param
     made.session = {}
     for name, array in host.items():
         owner = cupy.cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, device_id=0)

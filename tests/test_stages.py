@@ -20,7 +20,7 @@ TP = 2  # with one rank collectives fall away and their targets are aliases
 # Integers a stage follows to an address: they get another valid value, not a wild one. Slots change places, and the first row becomes nobody's.
 _NEXT = {"token_ids": lambda x: (x + 3) % 90, "row_position": lambda x: x + 1, "logit_rows": lambda x: np.where(x > 0, x - 1, x),
          "row_slot": lambda x: np.where((x >= 0) & (np.arange(len(x)) > 0), x.max() - x, -1), "row_accepted": np.ones_like, "expert_ids": lambda x: (x + 1) % 16,
-         "page_table": lambda x: np.where(x >= 0, (x + 1) % x.size, x), "seq_seed": lambda x: x + 1, "draft_prev": lambda x: (x + 3) % 90}
+         "page_table": lambda x: np.where(x >= 0, (x + 1) % x.size, x), "seq_seed": lambda x: x + 1, "row_last": lambda x: x - 1}
 
 
 class Machine:
@@ -78,12 +78,14 @@ def draft(family, is_context=False, **changes):
     return Machine(alone.draft.program, alone.draft.plan.ops, {"rows": 14, "decode_rows": 14, "head_rows": 10, "seqs": 2})
 
 
+# A window counts from the anchor's position, and both ways a row sees up to its block's last: such a layer uses all that it declares.
+WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8, "sliding_window_non_causal": True}
 GATED = {"mla_use_nope": True, "mla_use_output_gate": True, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
          "rope_parameters": None}
 BUILD = {
     "target": target, "prefix": lambda: target(target_layer_ids=[0, 2]),
     "attn_res": lambda: target(target_layer_ids=[1, 3], aux_hidden_stream="attn_res"),
-    "mla": lambda: draft("mla"), "gated": lambda: draft("mla", **GATED), "gqa": lambda: draft("gqa", confidence_head_with_markov=False),
+    "mla": lambda: draft("mla", **WINDOW), "gated": lambda: draft("mla", **GATED), "gqa": lambda: draft("gqa", confidence_head_with_markov=False, **WINDOW),
     "mla-context": lambda: draft("mla", True), "normed-context": lambda: draft("mla", True, fc_norm=True), "gqa-context": lambda: draft("gqa", True),
 }
 machine = functools.cache(lambda name: BUILD[name]())

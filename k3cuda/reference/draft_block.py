@@ -21,7 +21,7 @@ def silu_up(m, w, b, op):
 
 
 def draft_out(m, w, b, op):
-    """head_in [rows wanted, H] = RMSNorm behind the last layer; draft_prev [seqs] = the anchors, first rows of their sequences."""
+    """head_in [rows wanted, H] = RMSNorm behind the last layer; markov_in [seqs, r] = W1's rows of the anchors, the first rows of their sequences."""
     wanted = b.logit_rows
     b.head_in[:] = rms_norm(m.num.round(b.hidden[wanted] + b.ffn_out[wanted]), w.final_norm, m.cfg.rms_norm_eps, m.num)
-    b.draft_prev[:] = [b.token_ids[rows.start] for _, rows in m.sequences(b.row_slot)]
+    b.markov_in[:] = w.markov_w1[[b.token_ids[rows.start] for _, rows in m.sequences(b.row_slot)]]

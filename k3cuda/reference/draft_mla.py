@@ -49,7 +49,7 @@ def visible(m, b, cache, op):
     """Yields (row, cache rows that it sees in this layer). The window counts from the anchor, the first row, for all of a block."""
     causal, window = m.cfg.causal[op.layer], m.cfg.windows[op.layer]
     for slot, rows in m.sequences(b.row_slot):
-        anchor, last = b.row_position[rows.start], b.row_position[rows.stop - 1]
+        anchor, last = b.row_position[rows.start], b.row_last[rows.start]
         whole = slot_cache(cache, b.page_table[slot], last + 1)
         first = 0 if window is None else max(0, anchor - window)
         for r in range(rows.start, rows.stop):

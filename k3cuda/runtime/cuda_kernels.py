@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from ..config import DECODE_ROWS, MAX_ROWS
-from ..emit import H200_SMS, NO_PROBES, Probes, build_files, kernels_of
+from ..emit import NO_PROBES, Probes, build_files, kernels_of
+from ..emit_sizes import H200_SMS
 from ..plan import Plan
 from .cuda_driver import Launch, Module
 from .cuda_jit import Compiled, compile_cuda

@@ -1,15 +1,18 @@
 """Device memory of one rank: arena, session buffers, weights; and the structures that kernels get. CuPy owns all of it."""
 import ctypes
+import functools
 from math import prod
 
 import cupy
 import numpy as np
 
-from ..buffers import BY_NAME, KV_BYTES, buffer_shape, step_dims
-from ..emit import SESSION, arena_offsets
-from ..errors import OutOfMemory
+from ..buffers import KV_BYTES, buffer_shape
+from ..emit import arena_offsets
+from ..draft_plan import DraftPlan
+from ..errors import OutOfMemory, PlanError
 from ..packing import MAX_PACKED
 from ..plan import Op, Plan
+from ..tables import SESSION, tables_of
 from ..weights import LEGAL_TP
 from .cuda_driver import check, driver
 from .step_room import KERNEL_BYTES, longest_fit, mla_partials, mla_work_bytes, rank_room, session_bytes
@@ -17,12 +20,16 @@ from .step_room import KERNEL_BYTES, longest_fit, mla_partials, mla_work_bytes, 
 VIEW_DTYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.uint8, "kv": np.uint16}
 
 
-class StepStruct(ctypes.Structure):
-    """`struct Step` of emit.py; a test compares sizes and offsets with the compiled ones."""
+@functools.cache
+def step_type(session: tuple[str, ...]) -> type[ctypes.Structure]:
+    """`struct Step` of emit.py where `session` come as pointers; a test compares sizes and offsets with the compiled ones."""
+    fields = [("arena", ctypes.c_void_p), *((f"{n}_base", ctypes.c_void_p) for n in session), ("peers", ctypes.c_void_p * LEGAL_TP[-1]),
+              ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p), ("trace", ctypes.c_void_p),
+              *((n, ctypes.c_int) for n in ("slots", "pages", "slot_pages", "rank", "loopback", "mla_partials"))]
+    return type("StepStruct", (ctypes.Structure,), {"_fields_": fields})
 
-    _fields_ = [("arena", ctypes.c_void_p), *((f"{n}_base", ctypes.c_void_p) for n in SESSION), ("peers", ctypes.c_void_p * LEGAL_TP[-1]),
-                ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p), ("trace", ctypes.c_void_p),
-                *((n, ctypes.c_int) for n in ("slots", "pages", "slot_pages", "rank", "loopback", "mla_partials"))]
+
+StepStruct = step_type(SESSION)   # of the target
 
 
 class OpStruct(ctypes.Structure):
@@ -57,25 +64,31 @@ class RankMemory:
     """All device memory of one rank.
 
     Args:
-        plan: of the step.
+        plan: of the step, or of a draft.
         slots, pages, slot_pages: as buffers.py names them.
         kv_cache_dtype: "bf16" or "fp8_e4m3".
+        lent: arrays of the target's memory that a draft reads, by name (`Tables.lent`).
     """
 
-    def __init__(self, plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str):
-        self.plan, self.dims = plan, step_dims(plan.cfg, tp=plan.tp, slots=slots, pages=pages, slot_pages=slot_pages)
-        self.kv_cache_dtype = kv_cache_dtype
+    def __init__(self, plan: Plan | DraftPlan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str, lent: dict[str, cupy.ndarray] | None = None):
+        self.plan, self.tables = plan, tables_of(plan, slots, pages, slot_pages)
+        self.dims, self.kv_cache_dtype = self.tables.dims, kv_cache_dtype
         self.offsets, size = arena_offsets(plan)
         self.arena = cupy.zeros(size, cupy.uint8)
         self.session = {n: cupy.zeros(nbytes, cupy.uint8) for n, nbytes in session_bytes(plan, slots, pages, slot_pages, kv_cache_dtype).items()}
-        self.mla_partials = mla_partials(plan.cfg, plan.tp, slots, slot_pages)
-        self.mla_work = cupy.zeros(mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages), cupy.uint8)
-        self.mla_map = _tensor_map(self.session["mla_cache"], self.dims["mla_cache_dim"] * KV_BYTES[kv_cache_dtype], 64 * KV_BYTES[kv_cache_dtype])
+        self.session |= {n: array.view(cupy.uint8).reshape(-1) for n, array in (lent or {}).items()}
+        if missing := [n for n in self.tables.session if n not in self.session]:
+            raise PlanError(f"memory of a draft lacks {', '.join(missing)}, which its target lends")
+        self.mla_partials, self.mla_work, self.mla_map = 0, None, None
+        if "mla_cache" in self.session:
+            self.mla_partials = mla_partials(plan.cfg, plan.tp, slots, slot_pages)
+            self.mla_work = cupy.zeros(mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages), cupy.uint8)
+            self.mla_map = _tensor_map(self.session["mla_cache"], self.dims["mla_cache_dim"] * KV_BYTES[kv_cache_dtype], 64 * KV_BYTES[kv_cache_dtype])
         self.weights: dict[tuple[int | None, str], list] = {}
 
     def buffer(self, name: str) -> cupy.ndarray:
         """A buffer as an array that shares its memory. BF16 comes as uint16 bits, FP8 as uint8."""
-        b = BY_NAME[name]
+        b = self.tables.buffers[name]
         dtype = np.dtype(np.uint8 if b.dtype == "kv" and self.kv_cache_dtype == "fp8_e4m3" else VIEW_DTYPES[b.dtype])
         shape = buffer_shape(b, self.dims)
         if name in self.session:
@@ -84,22 +97,27 @@ class RankMemory:
         return self.arena[start:start + prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
     def clear_slot(self, slot: int, stream: cupy.cuda.Stream) -> None:
-        """Zeroes KDA state and conv window of a slot, in all layers and in the order of `stream`."""
-        for name in ("kda_state", "conv_state"):
+        """Zeroes the states of a slot (KDA state, conv window), in all layers and in the order of `stream`."""
+        for name in self._counted("slots"):
             array, size, pitch = self._columns(name)
             check(driver().cuMemsetD2D8Async(array.data.ptr + slot * size, pitch, 0, size, len(array), stream.ptr))
 
     def copy_slot(self, source: int, target: int, pages: list[tuple[int, int]], stream: cupy.cuda.Stream) -> None:
-        """Copies KDA state and conv window of a slot, and pages of the cache (from, to), in all layers and in the order of `stream`."""
+        """Copies the states of a slot, and pages of the cache (from, to), in all layers and in the order of `stream`."""
         runtime = cupy.cuda.runtime
-        for name in ("kda_state", "conv_state"):
+        for name in self._counted("slots"):
             array, size, pitch = self._columns(name)
             runtime.memcpy2DAsync(array.data.ptr + target * size, pitch, array.data.ptr + source * size, pitch, size, len(array),
                                   runtime.memcpyDeviceToDevice, stream.ptr)
-        cache, size, pitch = self._columns("mla_cache")   # a pitch beyond 2 GiB is no 2D copy
+        name, = self._counted("pages")
+        cache, size, pitch = self._columns(name)   # a pitch beyond 2 GiB is no 2D copy
         for start in range(cache.data.ptr, cache.data.ptr + cache.nbytes, pitch):
             for old, new in pages:
                 runtime.memcpyAsync(start + new * size, start + old * size, size, runtime.memcpyDeviceToDevice, stream.ptr)
+
+    def _counted(self, what: str) -> list[str]:
+        """Buffers that have a part for each layer, and in it one for each of `what`."""
+        return [n for n in self.tables.session if self.tables.buffers[n].shape[1] == what]
 
     def _columns(self, name: str) -> tuple[cupy.ndarray, int, int]:
         """A buffer [layer, slot or page, ..], the bytes of one slot or page in a layer, and those from layer to layer."""
@@ -107,9 +125,11 @@ class RankMemory:
         pitch = array.nbytes // array.shape[0]
         return array, pitch // array.shape[1], pitch
 
-    def step_struct(self, rank: int, peers: list["RankMemory"], loopback: bool) -> StepStruct:
-        s = StepStruct(arena=self.arena.data.ptr, mla_work=self.mla_work.data.ptr, mla_map=self.mla_map.data.ptr, rank=rank, loopback=loopback,
-                       mla_partials=self.mla_partials, **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
+    def step_struct(self, rank: int, peers: list["RankMemory"], loopback: bool) -> ctypes.Structure:
+        s = step_type(self.tables.session)(arena=self.arena.data.ptr, rank=rank, loopback=loopback, mla_partials=self.mla_partials,
+                                           **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
+        if self.mla_work is not None:
+            s.mla_work, s.mla_map = self.mla_work.data.ptr, self.mla_map.data.ptr
         for name, array in self.session.items():
             setattr(s, f"{name}_base", array.data.ptr)
         for i in range(self.plan.tp):
@@ -118,10 +138,13 @@ class RankMemory:
 
     def op_struct(self, op: Op, first_row: int = 0, kv_scale: float = 1.0) -> OpStruct:
         o = OpStruct(layer=-1 if op.layer is None else op.layer, kind_index=op.kind_index, num_blocks=op.num_blocks,
-                     opens_block=op.layer is not None and self.plan.cfg.opens_res_block(op.layer), kv_scale=kv_scale, first_row=first_row)
+                     opens_block=self._opens_block(op), kv_scale=kv_scale, first_row=first_row)
         for i, array in enumerate(self.weights.get((op.layer, op.stage.name), ())):
             o.w[i] = array.data.ptr
         return o
+
+    def _opens_block(self, op: Op) -> bool:
+        return op.layer is not None and isinstance(self.plan, Plan) and self.plan.cfg.opens_res_block(op.layer)
 
 
 class PageTables:

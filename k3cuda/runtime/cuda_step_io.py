@@ -11,8 +11,9 @@ import cupy
 import numpy as np
 
 from ..buffers import BUFFERS, BY_NAME, DTYPE_BYTES, buffer_shape
-from ..emit import ALIGN, SESSION
+from ..emit import ALIGN
 from ..errors import PlanError
+from ..tables import SESSION
 from .cuda_driver import Launch, Module, check, driver
 from .cuda_kernels import compile_step_io, no_sampler
 from .cuda_memory import VIEW_DTYPES, RankMemory

@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import packing
 from ..config import K3Config
+from ..draft_config import DraftConfig
 from ..packing import PACKED, Packed
 from ..plan import Op
 from ..weights import BY_NAME, rank_bytes
@@ -17,21 +18,21 @@ from .repack import TILE_ROWS, join, leaf_bytes, pack_bf16, pack_mxfp4, tiles_of
 _LOT = 8   # experts that a thread packs before it takes others
 
 
-def op_arrays(op: Op, cfg: K3Config, tp: int, read) -> list[np.ndarray]:
-    """The packed arrays of one operation on one of `tp` ranks, in the order of `OpArgs.w`."""
-    return [packed_array(p, cfg, tp, read) for p in PACKED.get(op.stage.name, ())]
+def op_arrays(op: Op, cfg: K3Config | DraftConfig, tp: int, read, packed: dict = PACKED, weights: dict = BY_NAME) -> list[np.ndarray]:
+    """The packed arrays of one operation on one of `tp` ranks, in the order of `OpArgs.w`. `packed`, `weights`: of its description (tables.py)."""
+    return [packed_array(p, cfg, tp, read, weights) for p in packed.get(op.stage.name, ())]
 
 
-def packed_array(p: Packed, cfg: K3Config, tp: int, read) -> np.ndarray:
-    """One packed array; `read` gives the rank's slice of a weight by its name: [(experts,) rows, columns]."""
+def packed_array(p: Packed, cfg: K3Config | DraftConfig, tp: int, read, weights: dict = BY_NAME) -> np.ndarray:
+    """One packed array; `read` gives the rank's slice of a weight by its name: [(experts or layers,) rows, columns]."""
     if p.how == packing.PLAIN:
         return read(p.sources[0])
     if p.how == packing.FOLDED:
         norm, score = (read(n).astype(np.float32) for n in p.sources)
         return norm * score
     if p.how in (packing.TILES, packing.PAIRS):
-        leaves, _ = packing.leaves_and_steps(p.sources[-1], cfg, tp)
-        parts = [pack_bf16(_bits(read(n)), leaves) for n in p.sources]
+        leaves, _ = packing.leaves_and_steps(p.sources[-1], cfg, tp, weights)
+        parts = [pack_bf16(_bits(part), leaves) for n in p.sources for part in (read(n) if weights[n].count else (read(n),))]
         return join([join(parts[-2:], interleave=True), *parts[:-2]] if p.how == packing.PAIRS else parts)
     if p.how in (packing.HEADS, packing.HEADS_TURNED):
         return _heads(p, read(p.sources[0]), cfg)
@@ -60,7 +61,7 @@ def _bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint16)
 
 
-def _heads(p: Packed, kv_b: np.ndarray, cfg: K3Config) -> np.ndarray:
+def _heads(p: Packed, kv_b: np.ndarray, cfg: K3Config | DraftConfig) -> np.ndarray:
     per_head = _bits(kv_b).reshape(-1, cfg.qk_nope_head_dim + cfg.v_head_dim, cfg.kv_lora_rank)
     keys, values = np.split(per_head, [cfg.qk_nope_head_dim], axis=1)
     matrices = keys.swapaxes(1, 2) if p.how == packing.HEADS_TURNED else values

@@ -1,7 +1,6 @@
 """A draft model on the CPU, beside the reference backend of its target."""
 import numpy as np
 
-from ..config import DECODE_ROWS
 from ..draft_buffers import draft_dims
 from ..draft_plan import DraftPlan, build_draft_plan
 from ..draft_weights import DRAFT_WEIGHTS, exists_in_draft, is_shared
@@ -26,8 +25,8 @@ class NumpyDraft:
     def __init__(self, source: DraftTensors, taps: list[np.ndarray], *, num_drafts: int, rows: int, slots: int, pages: int, slot_pages: int,
                  num: Numerics, target_weights: list[dict] | None = None):
         self.cfg, self.num_drafts, self.rows, tp = source.cfg, num_drafts, rows, len(taps)
-        self.plan: DraftPlan = build_draft_plan(self.cfg, tp, num_drafts)
-        self.max_seqs = DECODE_ROWS // rows
+        self.plan: DraftPlan = build_draft_plan(self.cfg, tp, num_drafts, rows)
+        self.max_seqs = self.plan.max_seqs
         dims = draft_dims(self.cfg, tp=tp, num_drafts=num_drafts, seqs=self.max_seqs, slots=slots, pages=pages, slot_pages=slot_pages, rows=len(taps[0]))
         held = [_load_weights(source, tp, r, target_weights[r] if target_weights else {}) for r in range(tp)]
         self.program = NumpyProgram(self.cfg, num, self.plan.buffers, dims, self.plan.aliases, held, [{"taps": x} for x in taps])
@@ -61,7 +60,7 @@ class NumpyDraft:
         wanted = (np.arange(seqs)[:, None] * r + self.cfg.first_row + np.arange(k)).reshape(-1)
         seeds = np.array([(a.seed & 0xFFFFFFFF, a.seed >> 32) for a in asks], np.uint32).view(np.int32)
         self.program.write(token_ids=ids.reshape(-1), row_slot=np.repeat([a.slot for a in asks], r), row_position=positions.reshape(-1),
-                           logit_rows=wanted, seq_seed=seeds, seq_temperature=np.array([a.temperature for a in asks], np.float32))
+                           row_last=np.repeat(positions[:, -1], r), logit_rows=wanted, seq_seed=seeds, seq_temperature=np.array([a.temperature for a in asks], np.float32))
         self.program.run(self.plan.ops, {"rows": seqs * r, "decode_rows": seqs * r, "head_rows": seqs * k, "seqs": seqs}, observe)
         self._places = {a.slot: s for s, a in enumerate(asks)}
         arena = self.program.arenas[0]

@@ -1,18 +1,22 @@
 """How many bytes of a GPU a rank needs beside its weights, and the longest context that fits. No device is needed to know it."""
-from ..buffers import BY_NAME, buffer_bytes, step_dims
+from ..buffers import buffer_bytes
 from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
-from ..emit import MLA_WORK_COLUMNS, SESSION, arena_offsets
+from ..draft_config import DraftConfig
+from ..draft_plan import DraftPlan
+from ..emit import arena_offsets
+from ..emit_sizes import MLA_WORK_COLUMNS
 from ..plan import Plan
+from ..tables import tables_of
 
 MLA_CHUNKS = ((256, 8192), (512, 65536), (1024, None))  # mla_work.cuh: positions of a chunk, and where chunks of that length end
 # What no table counts: kernels and graphs of every bucket, tables of the copy engine, and memory lost where allocations are rounded up.
 KERNEL_BYTES = 512 << 20
 
 
-def session_bytes(plan: Plan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:
-    """Bytes of every buffer that exists once a slot or page, on one rank."""
-    dims = step_dims(plan.cfg, tp=plan.tp, slots=slots, pages=pages, slot_pages=slot_pages)
-    return {n: buffer_bytes(BY_NAME[n], dims, kv_cache_dtype) for n in SESSION}
+def session_bytes(plan: Plan | DraftPlan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:
+    """Bytes of every buffer that comes as a pointer, on one rank; what a draft is lent is its target's."""
+    t = tables_of(plan, slots, pages, slot_pages)
+    return {n: buffer_bytes(t.buffers[n], t.dims, kv_cache_dtype) for n in t.session if n not in t.lent}
 
 
 def mla_chunks(length: int) -> int:
@@ -25,7 +29,7 @@ def mla_chunks(length: int) -> int:
     return count
 
 
-def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
+def mla_partials(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages: int) -> int:
     """Partial results of the split context that one launch can have at most: all chunks of a whole context of every slot.
 
     A partial belongs to a group of (row, head) pairs of one sequence: those of 8 rows, or MLA_WORK_COLUMNS if that is less.
@@ -34,7 +38,7 @@ def mla_partials(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
     return mla_chunks(slot_pages * PAGE_SIZE) * (slots + max(DECODE_ROWS // 8, -(-DECODE_ROWS * heads // MLA_WORK_COLUMNS)))
 
 
-def mla_work_bytes(cfg: K3Config, tp: int, slots: int, slot_pages: int) -> int:
+def mla_work_bytes(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages: int) -> int:
     """Bytes of `Step.mla_work`: of every partial and column a maximum, a sum, and a latent."""
     return mla_partials(cfg, tp, slots, slot_pages) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
 

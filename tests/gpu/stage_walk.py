@@ -7,11 +7,11 @@ the poison: no wait is derived from them. Collectives are looped back, so their 
 import cupy as cp
 
 from k3cuda.buffers import BUFFERS
-from k3cuda.emit import work_bytes
 from k3cuda.plan import instance
 from k3cuda.runtime.cuda_backend import inputs_of
 from k3cuda.runtime.cuda_compare import Compare, Found, launch_groups
 from k3cuda.runtime.cuda_kernels import bucket_of
+from k3cuda.tables import tables_of
 
 INPUTS = tuple(b.name for b in BUFFERS if b.life == "input")
 
@@ -50,7 +50,7 @@ class Walk(Compare):
         found = all_found.setdefault(stage.name, Found())
         self.be.stream.synchronize()
         bound = [self.bind(op, rows) for op in ops]
-        exempt = [self._work(name) for name in work_bytes(self.be.plan)]
+        exempt = [self._work(name) for name in tables_of(self.be.plan).work]
         inputs = [self._extent(name, op) for op in ops for name in (*stage.inputs, *INPUTS)] + exempt
         outputs = [self._extent(self.stored(name), op) for op in ops for name in stage.outputs] + exempt
         saved = {key: block.copy() for key, block in self.blocks.items()}
@@ -84,7 +84,7 @@ class Walk(Compare):
     def _work(self, name):
         """What passes between kernels and is no buffer of the tables."""
         start = self.memory.offsets[name]
-        return "", start, start + work_bytes(self.be.plan)[name]
+        return "", start, start + tables_of(self.be.plan).work[name][1]
 
     def _owner(self, key, at):
         if key:

@@ -1,0 +1,86 @@
+"""config.cuh of a build: the sizes and numbers of one rank, of the target or of a draft."""
+from math import gcd
+
+from . import packing
+from .config import DECODE_ROWS, L2NORM_EPS, MAX_ROWS, MLA_NORM_EPS, MXFP4_GROUP, PAGE_SIZE, K3Config
+from .draft_config import DraftConfig
+from .draft_plan import DraftPlan
+from .plan import Plan
+from .tables import tables_of
+from .weights import MMA_K, tree_leaves
+
+MLA_WORK_COLUMNS = 48  # queries, (row, head) pairs, that share a page and a partial result of the split context
+MAX_SHARED = 227 * 1024  # bytes of shared memory a block can have, on every architecture we compile for
+H200_SMS = 132  # what a build for no device in particular spreads over
+
+
+def camel(name: str) -> str:
+    return "k" + "".join(part.capitalize() for part in name.split("_"))
+
+
+def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: int) -> str:
+    """The text, for steps of up to `rows` rows."""
+    t, tp, is_draft = tables_of(plan), plan.tp, isinstance(plan, DraftPlan)
+    most = DECODE_ROWS if is_draft else MAX_ROWS
+    whole = plan.cfg.dims() | {"max_rows": most, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
+    lines = ["#pragma once", "// Sizes of the whole model.", *_integers(whole)]
+    lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms}, kMlaWorkColumns = {MLA_WORK_COLUMNS};",
+              f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
+              f"constexpr int kParts = {1 if rows > DECODE_ROWS else tp};   // of a stacked buffer: the ranks', or their sum"]
+    cut = sorted({b.shape[b.cut] for b in t.buffers.values() if b.cut is not None} | ({"mla_q_dim"} & set(whole)))
+    lines += _integers({f"own_{n}": whole[n] // tp for n in cut})
+    lines += ["// Numbers of the arithmetic."]
+    lines += _draft_numbers(plan, rows) if is_draft else _target_numbers(plan.cfg, forced_experts)
+    lines += [f"constexpr bool kKvFp8 = {str(kv == 'fp8_e4m3').lower()};", "// Leaves of the tree over K on this rank, and k-steps (experts: groups) in a leaf."]
+    for name, (leaves, steps) in _trees(plan).items():
+        lines.append(f"constexpr int {camel(name)}Leaves = {leaves}, {camel(name)}Steps = {steps};")
+    return "\n".join(lines) + "\n"
+
+
+def _integers(values: dict[str, int]) -> list[str]:
+    return [f"constexpr int {camel(n)} = {v};" for n, v in values.items()]
+
+
+def _reals(values: dict[str, float]) -> list[str]:
+    return [f"constexpr float {camel(n)} = {float(v)!r}f;" for n, v in values.items()]
+
+
+def _target_numbers(cfg: K3Config, forced_experts: int) -> list[str]:
+    reals = {"rms_norm_eps": cfg.rms_norm_eps, "mla_norm_eps": MLA_NORM_EPS, "l2norm_eps": L2NORM_EPS,
+             "situ_beta": cfg.activation_situ_beta, "situ_linear_beta": cfg.activation_situ_linear_beta,
+             "gate_lower_bound": cfg.linear_attn_config.gate_lower_bound, "routed_scaling_factor": cfg.routed_scaling_factor}
+    stride = next(n for n in range(cfg.num_experts * 5 // 8, 2 * cfg.num_experts) if gcd(n, cfg.num_experts) == 1)
+    return [*_reals(reals), "// Routing of a benchmark, 0: none; item i takes expert i kForcedStride mod kNumExperts, all different.",
+            f"constexpr int kForcedExperts = {forced_experts}, kForcedStride = {stride};"]
+
+
+def _draft_numbers(plan: DraftPlan, rows: int) -> list[str]:
+    cfg: DraftConfig = plan.cfg
+    reals = {"rms_norm_eps": cfg.rms_norm_eps, "mla_norm_eps": cfg.rms_norm_eps, "situ_beta": cfg.activation_situ_beta,
+             "situ_linear_beta": cfg.activation_situ_linear_beta, "score_scale": cfg.score_scale, "rope_magnitude": cfg.rope.magnitude if cfg.rope else 1.0}
+    lines = _reals(reals) + _integers({"own_kda_dim": plan.cfg.dims()["mixer_dim"] // plan.tp}) + ["// The name that stages of the target have for the width of mixer_out."]
+    lines += _integers({"num_drafts": plan.num_drafts, "block_rows": plan.block_rows, "seqs": plan.padded_seqs(rows)})
+    lines += [f"constexpr bool kRope = {str(cfg.rope is not None).lower()}, kRopeInterleaved = {str(bool(cfg.rope and cfg.rope.interleaved)).lower()};"]
+    dim = cfg.rope.dim if cfg.rope else 2
+    frequencies = cfg.rope.inverse_frequencies() if cfg.rope else (0.0,)
+    per_layer = {"Causal": ("bool", [str(c).lower() for c in cfg.causal]), "Window": ("int", [str(w or 0) for w in cfg.windows]),   # 0: all of the context
+                 "Frequency": ("double", [repr(f) for f in frequencies])}
+    lines += [f"constexpr int kRopeDim = {dim};"]
+    return lines + [f"__device__ constexpr {kind} k{name}[] = {{{', '.join(v)}}};" for name, (kind, v) in per_layer.items()]
+
+
+def _trees(plan: Plan | DraftPlan) -> dict[str, tuple[int, int]]:
+    """Tree of every product, by the name of its packed array; `hidden` and `latent` are those of the row norms."""
+    cfg, t, out = plan.cfg, tables_of(plan), {}
+    for packed in (p for group in t.packed.values() for p in group):
+        if packed.how in (packing.HEADS, packing.HEADS_TURNED):
+            inputs = cfg.kv_lora_rank if packed.how == packing.HEADS else cfg.qk_nope_head_dim
+            out[packed.name] = packing.inputs_leaves_and_steps(inputs)
+        elif packed.how not in (packing.PLAIN, packing.FOLDED):
+            out[packed.name] = packing.leaves_and_steps(packed.sources[-1], cfg, plan.tp, t.weights)
+    dims = cfg.dims()
+    for name, size in (("hidden_norm", "hidden_size"), ("latent_norm", "routed_expert_hidden_size"), ("q_latent_norm", "q_lora_rank"),
+                       ("kv_latent_norm", "kv_lora_rank"), ("tap_norm", "target_hidden_size")):
+        if dims.get(size):
+            out[name] = (tree_leaves(dims[size]), dims[size] // tree_leaves(dims[size]) // MMA_K)
+    return out

@@ -30,7 +30,7 @@ def test_summary_by_hand():
              Times(4, 0.0, [(4.0, 1)]),                       # no TPOT, E2EL 4 for 1 token
              Times(9, 0.0, [(1.0, 1)], error="failed")]
     found = summary(times, 8.0)
-    want = {"duration": 8.0, "completed": 3, "failed": 1, "total_input_tokens": 12, "total_output_tokens": 7, "request_throughput": 3 / 8,
+    want = {"duration": 8.0, "completed": 3, "failed": 1, "total_input_tokens": 12, "total_cached_tokens": None, "total_output_tokens": 7, "request_throughput": 3 / 8,
             "output_throughput": 7 / 8, "total_token_throughput": 19 / 8,
             "mean_ttft_ms": 7000 / 3, "median_ttft_ms": 2000.0, "p90_ttft_ms": 3600.0, "p99_ttft_ms": 3960.0,
             "mean_tpot_ms": 625.0, "median_tpot_ms": 625.0, "p90_tpot_ms": 925.0, "p99_tpot_ms": 992.5,
@@ -81,15 +81,18 @@ def test_failed_requests_are_told_apart(fake):  # noqa: F811
     assert found[0].error is None and found[0].tokens == 4 and "finite" in found[1].error
 
 
-def test_the_commands():
+@pytest.mark.parametrize("command, requests", [("latency", 4), ("throughput", 4)])
+def test_the_commands_of_the_page(command, requests):
     page = (ROOT / "docs/bench.md").read_text(encoding="utf-8")
-    lengths = ["--input-len", 4, "--output-len", 3]
-    for command, flags, requests in (("latency", ["--batch-size", 2, "--num-iters", 2, "--num-iters-warmup", 1], 4), ("throughput", ["--num-prompts", 3, "--max-batch", 2], 3)):
-        found = k3_json("bench", command, "demo", *flags, *lengths)
-        shown, = re.findall(rf"```json {command}\n(.*?)```", page, re.S)
-        numbers = found["requests"]
-        assert set(json.loads(shown)) == set(found) and (numbers["completed"], numbers["total_output_tokens"]) == (requests, 3 * requests)
-        assert 0 < numbers["median_ttft_ms"] < numbers["median_e2el_ms"]
-        for name in numbers:
-            assert re.sub(r"^(mean|median|p\d+)_", "", name) in page, name
-    assert b"temperature: found 3" in k3("bench", "latency", "demo", "-t", 3, code=2).stderr
+    words, = re.findall(rf"^k3cuda (bench {command} .+)$", page, re.M)
+    found = k3_json(*words.split())
+    shown, = re.findall(rf"```json {command}\n(.*?)```", page, re.S)
+    numbers = found["requests"]
+    assert set(json.loads(shown)) == set(found) and (numbers["completed"], numbers["total_output_tokens"]) == (requests, 8 * requests)
+    assert 0 < numbers["median_ttft_ms"] < numbers["median_e2el_ms"]
+    for name in numbers:
+        assert re.sub(r"^(mean|median|p\d+)_", "", name) in page, name
+
+
+def test_a_flag_that_is_wrong_is_told_before_a_model_is_looked_for():
+    assert b"temperature: found 3" in k3("bench", "latency", "/no/such", "-t", 3, code=2).stderr

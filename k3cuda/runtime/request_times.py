@@ -14,6 +14,8 @@ class Times:
     Attributes:
         sent: when it was handed over. outputs: (when, tokens) of every step that gave it tokens, reasoning included.
         speculative: counts of its drafts, None without. error: why it failed, else None.
+        ended: when the answer ended, None: with its last output. counted: its tokens, None: those of `outputs`.
+        cached_tokens: of the prompt that were not run again, None where nobody said.
     """
 
     prompt_tokens: int
@@ -21,10 +23,13 @@ class Times:
     outputs: list[tuple[float, int]] = field(default_factory=list)
     speculative: object = None
     error: str | None = None
+    ended: float | None = None
+    counted: int | None = None
+    cached_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
-        return sum(n for _, n in self.outputs)
+        return sum(n for _, n in self.outputs) if self.counted is None else self.counted
 
     @property
     def ttft(self) -> float:
@@ -32,7 +37,7 @@ class Times:
 
     @property
     def e2el(self) -> float:
-        return self.outputs[-1][0] - self.sent
+        return (self.outputs[-1][0] if self.ended is None else self.ended) - self.sent
 
     @property
     def tpot(self) -> float | None:
@@ -67,7 +72,8 @@ def measure(llm, prompts, params, clock=time.perf_counter) -> tuple[list[Times],
                     found[i].outputs.append((now, tokens))
                 if stream.output is not None:
                     del under_way[i]
-                    found[i].speculative = stream.output.stats.speculative
+                    stats = stream.output.stats
+                    found[i].speculative, found[i].cached_tokens = stats.speculative, stats.cached_tokens
                     if stream.output.finish_reason in ("error", "abort") or not found[i].outputs:
                         found[i].error = str(stream.output.error or "aborted")
         return found, clock() - start
@@ -76,21 +82,23 @@ def measure(llm, prompts, params, clock=time.perf_counter) -> tuple[list[Times],
             stream.close()
 
 
-def summary(times: list[Times], duration: float) -> dict:
-    """Counts, rates and percentiles under the names that vLLM's benchmarks give them; None where there is nothing to count.
+def summary(times: list[Times], duration: float, which=PERCENTILES) -> dict:
+    """Counts, rates and percentiles `which` under the names that vLLM's benchmarks give them; None where there is nothing to count.
 
     Percentiles interpolate between the closest ranks. Rates a user sees are inverted percentiles of times, so p90 is the slow tail.
     """
     done = [t for t in times if t.error is None]
     inputs, outputs = sum(t.prompt_tokens for t in done), sum(t.tokens for t in done)
-    found = {"duration": duration, "completed": len(done), "failed": len(times) - len(done), "total_input_tokens": inputs, "total_output_tokens": outputs,
+    cached = [t.cached_tokens for t in done if t.cached_tokens is not None]
+    found = {"duration": duration, "completed": len(done), "failed": len(times) - len(done), "total_input_tokens": inputs,
+             "total_cached_tokens": sum(cached) if cached else None, "total_output_tokens": outputs,
              "request_throughput": len(done) / duration, "output_throughput": outputs / duration, "total_token_throughput": (inputs + outputs) / duration}
     tpot = [t.tpot for t in done if t.tpot is not None]
     for name, seconds in (("ttft", [t.ttft for t in done]), ("tpot", tpot), ("itl", [gap for t in done for gap in t.itl]), ("e2el", [t.e2el for t in done])):
         found[f"mean_{name}_ms"] = 1e3 * sum(seconds) / len(seconds) if seconds else None
-        found |= {("median" if p == 50 else f"p{p}") + f"_{name}_ms": s and 1e3 * s for p, s in percentiles(seconds).items()}
+        found |= {("median" if p == 50 else f"p{p}") + f"_{name}_ms": s and 1e3 * s for p, s in percentiles(seconds, which).items()}
     for name, seconds in (("interactivity", tpot), ("e2e_normalized_interactivity", [t.e2el / t.tokens for t in done])):
-        found |= {f"p{p}_{name}": 1 / s if s else None for p, s in percentiles(seconds).items()}
+        found |= {f"p{p}_{name}": 1 / s if s else None for p, s in percentiles(seconds, which).items()}
     return found | _drafts([t.speculative for t in done if t.speculative and t.speculative.steps])
 
 
@@ -100,8 +108,17 @@ def percentiles(values, which=PERCENTILES) -> dict[int, float | None]:
 
 def _drafts(counts) -> dict:
     steps, proposed, accepted = (sum(getattr(c, name) for c in counts) for name in ("steps", "proposed", "accepted"))
-    k = max((len(c.per_position) for c in counts), default=0)
+    places = range(max((len(c.per_position) for c in counts), default=0))
+    return draft_numbers(steps, proposed, accepted, sum(c.acceptance_length * c.steps for c in counts), [sum(c.per_position[i] * c.steps for c in counts) for i in places])
+
+
+def draft_numbers(steps, proposed, accepted, emitted, per_position) -> dict:
+    """Counts of drafts under vLLM's names.
+
+    Args:
+        steps: verify steps. proposed, accepted: drafts that were verified, and that stood. emitted: tokens that came of the steps.
+        per_position: for each place of a step how many drafts stood there. None for what nobody counted.
+    """
     return {"spec_decode_num_drafts": steps, "spec_decode_draft_tokens": proposed, "spec_decode_accepted_tokens": accepted,
-            "spec_decode_acceptance_rate": accepted / proposed if proposed else None,
-            "spec_decode_acceptance_length": sum(c.acceptance_length * c.steps for c in counts) / steps if steps else None,
-            "spec_decode_per_position_acceptance_rates": [sum(c.per_position[i] * c.steps for c in counts) / steps for i in range(k)]}
+            "spec_decode_acceptance_rate": accepted / proposed if proposed else None, "spec_decode_acceptance_length": emitted / steps if steps else None,
+            "spec_decode_per_position_acceptance_rates": [n / steps for n in per_position] if steps else []}

@@ -8,6 +8,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import UsageError
 from ..runtime.engine import Engine
+from ..runtime.open_files import raise_file_limit
 from ..runtime.open_model import open_model
 from .app import make_app
 from .calls import Service
@@ -18,7 +19,6 @@ from .worker import Worker
 log = logging.getLogger("k3cuda")
 
 BACKLOG = 2048        # connections that may wait to be taken
-OPEN_FILES = 65_536
 KEEP_ALIVE_S = 75     # longer than what proxies and clients keep idle connections for
 LAST_WORDS_S = 5      # for clients to read the error that ends their stream at a shutdown
 
@@ -33,18 +33,6 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as e:
         raise UsageError(f"cannot listen at {host} port {port}: {getattr(e, 'strerror', None) or e}", "give another --host or --port") from e
     return listener
-
-
-def raise_file_limit() -> None:
-    """Each connection is an open file, and the usual soft limit of 1,024 is soon reached; the hard one is there to be used."""
-    try:
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < OPEN_FILES:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES), hard))
-    except (ImportError, OSError, ValueError) as e:   # not a POSIX system, or one that does not allow it
-        log.debug("the limit of open files stays as it is: %s", e)
 
 
 def open_service(model, arguments: dict, *, names, effort: str, max_queue: int, limits: Limits = Limits(), api_key: str | None = None) -> Service:

@@ -1,6 +1,8 @@
 """Commands and links of README and docs: whatever stands in a fenced shell block runs here, or the tables below say where it runs or why it does
 not; then it is read as far as possible. A command is unclassified never: what the tables don't name is run."""
 import ast
+import importlib.util
+import os
 import re
 import shlex
 import signal
@@ -145,6 +147,8 @@ def test_commands_run(command, place):
     words = [sys.executable, *(["-m", "k3cuda"] if words[0] != "python" else []), *words[1:]]
     words += [word for start in matching(command, SMALLER) for word in SMALLER[start]]
     if "serve" in words:
+        if importlib.util.find_spec("uvicorn") is None and "REQUIRE_CUDA_LINE" not in os.environ:
+            pytest.skip("no uvicorn; it comes with k3cuda[test]")
         until_it_is_ready([*words, "--port", "0"], place)
     else:
         done = subprocess.run(words, cwd=place, env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
@@ -203,6 +207,14 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page}: {target}"
             found += 1
     assert found
+
+
+def test_the_index_has_every_page_in_one_order():
+    lines = re.findall(r"^(\d+)\. \[.+?\]\((.+?)\): \S.*$", PAGES["docs/index.md"], re.M)
+    numbers, targets = [int(number) for number, _ in lines], [target for _, target in lines]
+    assert numbers == list(range(1, len(lines) + 1)) and targets[0] == "../README.md"
+    assert sorted(targets[1:]) == sorted(page.removeprefix("docs/") for page in PAGES.keys() - {"README.md", "docs/index.md"})
+    assert "(docs/index.md)" in PAGES["README.md"]
 
 
 def test_files_that_are_named_exist():

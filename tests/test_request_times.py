@@ -9,7 +9,7 @@ from scripted import fake  # noqa: F401
 
 from k3cuda import SamplingParams
 from k3cuda.runtime.request import Speculative
-from k3cuda.runtime.request_times import Times, measure, percentiles, summary
+from k3cuda.runtime.request_times import Times, decoding, measure, percentiles, summary
 
 
 def test_percentiles_interpolate_between_the_closest_ranks():
@@ -60,6 +60,16 @@ def test_nothing_done_has_no_times():
     assert found["failed"] == 1 and found["output_throughput"] == 0 and found["mean_ttft_ms"] is None and found["p90_interactivity"] is None
 
 
+def test_decoding_begins_where_the_last_request_has_its_first_token():
+    times = [Times(4, 0.0, [(1.0, 1), (2.0, 3), (2.5, 2), (4.0, 1)]),   # of it 3 tokens come behind 2.0
+             Times(4, 0.0, [(2.0, 1), (2.5, 4), (4.0, 2), (4.25, 1)]),   # and of this one 7
+             Times(4, 0.0, [(3.0, 1)], error="failed")]
+    assert decoding(times) == {"ms": 500.0, "decode_steps": 3, "decode_tokens": 10, "tokens_per_second": 10 / 2.25}
+    assert decoding(times[:1]) == {"ms": 1000.0, "decode_steps": 3, "decode_tokens": 6, "tokens_per_second": 2.0}
+    for nothing in ([Times(4, 0.0, [(1.0, 1)])], times[2:]):
+        assert decoding(nothing) == {"ms": None, "decode_steps": 0, "decode_tokens": 0, "tokens_per_second": None}
+
+
 def steps_of(llm):
     """A clock on which every step takes a second."""
     return lambda: float(len(llm.backend.row_counts))
@@ -96,3 +106,26 @@ def test_the_commands_of_the_page(command, requests):
 
 def test_a_flag_that_is_wrong_is_told_before_a_model_is_looked_for():
     assert b"temperature: found 3" in k3("bench", "latency", "/no/such", "-t", 3, code=2).stderr
+
+
+@pytest.mark.parametrize("flags, rows, length", [
+    (["--batch", "1,3", "--tp", 2], [1, 3], None),
+    (["--batch", "1,4", "--draft-model", "demo-draft", "--draft-tokens", 7, "--acceptance-length", 6], [8, 32], 6.0)], ids=["plain", "drafts"])
+def test_decoding_alone(flags, rows, length):
+    """Synthetic acceptance of length 6 with 7 drafts gives 6 tokens in every step: of 18 behind the first one three steps."""
+    found = k3_json("bench", "decode", "demo", "--output-len", 19, "--temperature", 0, *flags)
+    assert [s["rows"] for s in found["steps"]] == rows and found["command"].startswith("k3cuda bench decode demo") and found["gpu"] is None
+    page = (ROOT / "docs/bench.md").read_text(encoding="utf-8")
+    for s in found["steps"]:
+        assert s["decode_tokens"] == 18 * s["batch"] and s["decode_steps"] == (3 if length else 18) and s["tokens_per_second"] > 0 and s["ms"] > 0
+        assert s["requests"]["spec_decode_acceptance_length"] == length and s["requests"]["total_input_tokens"] == s["batch"]
+        assert s["requests"]["median_tpot_ms"] > 0 and s["requests"]["median_ttft_ms"] > 0
+        assert all(f"`{name}`" in page for name in s)
+    assert found["setup"]["acceptance_length"] == length
+    shown, = re.findall(r"```json decode\n(.*?)```", page, re.S)
+    assert set(json.loads(shown)) == set(found)
+
+
+def test_a_batch_that_does_not_fit_with_its_drafts_is_refused():
+    done = k3("bench", "decode", "demo", "--batch", "1,16", "--draft-model", "demo-draft", code=2)
+    assert b"max_batch: found 16, but with 7 drafts" in done.stderr

@@ -102,6 +102,21 @@ def summary(times: list[Times], duration: float, which=PERCENTILES) -> dict:
     return found | _drafts([t.speculative for t in done if t.speculative and t.speculative.steps])
 
 
+def decoding(times: list[Times]) -> dict:
+    """Requests that started together, from the step that gave the last of them its first token: nothing of any prompt is in it.
+
+    Returns: `ms`, the median of the steps from there on; `decode_steps` and `decode_tokens`, how many they were and gave; `tokens_per_second` of all
+        together. `ms` and the rate are None where no step followed.
+    """
+    done = [t for t in times if t.error is None]
+    start = max((t.outputs[0][0] for t in done), default=0.0)
+    ends = sorted({when for t in done for when, _ in t.outputs if when >= start})
+    gaps = [b - a for a, b in zip(ends, ends[1:])]
+    tokens = sum(n for t in done for when, n in t.outputs if when > start)
+    return {"ms": 1e3 * float(np.median(gaps)) if gaps else None, "decode_steps": len(gaps), "decode_tokens": tokens,
+            "tokens_per_second": tokens / (ends[-1] - start) if gaps else None}
+
+
 def percentiles(values, which=PERCENTILES) -> dict[int, float | None]:
     return {p: float(np.percentile(values, p)) if len(values) else None for p in which}
 

@@ -14,13 +14,14 @@ def surroundings(device, program: str = "k3cuda", more_packages=()) -> dict:
     """JSON-ready.
 
     Args:
-        device: `cuda_driver.Device`.
+        device: `cuda_driver.Device`; None: nothing runs on one, and what only it could say is None.
         program: what the command line begins with.
         more_packages: distributions whose versions matter here beside our own.
     """
     versions = {name: version for name, version in package_versions().items() if version} | {name: metadata.version(name) for name in more_packages}
     return {"commit": _commit(),
-            "versions": {"k3cuda": __version__} | versions | {"nvrtc": nvrtc_version()}, "gpu": device.name, "arch": device.arch,
+            "versions": {"k3cuda": __version__} | versions | ({"nvrtc": nvrtc_version()} if device else {}), "gpu": device and device.name,
+            "arch": device and device.arch,
             "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "clocks": _said("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader"),
             "command": " ".join([program, *_without_output(sys.argv[1:])])}

@@ -37,3 +37,16 @@ def test_a_crowded_server_has_failures(serving):  # noqa: F811
     running = serving(num_slots=1, max_queue=0, api_key="secret")
     found = k3_json("bench", "serve", "--base-url", running.url, "--num-prompts", 2, "--model", "demo", "--output-len", 2, code=8)
     assert found["runs"][0]["failures"][0]["reason"].startswith("status 401: no or a wrong API key")
+
+
+def test_an_agent_finds_what_it_said_before(serving, tmp_path):  # noqa: F811
+    (tmp_path / "trace.jsonl").write_text(re.findall(r"```jsonl trace\n(.*?)```", PAGE, re.S)[0])
+    running = serving("fine<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>", num_slots=6, prefix_cache=4, num_pages=400)
+    _, words = re.findall(r"^k3cuda (bench replay .+)$", PAGE, re.M)
+    found = k3_json(*words.replace("http://127.0.0.1:8000", running.url).split(), cwd=tmp_path)
+    numbers = found["requests"]
+    assert numbers["completed"] == 5 and found["failures"] == [] and found["tokens_counted_by"] == {"usage": 5, "events": 0}
+    assert numbers["total_output_tokens"] == 5 * 8 and found["setup"]["tokens_a_word"] > 1
+    first, second, _ = found["turns"]
+    assert second["cached_tokens"] >= first["input_tokens"] - 2 * 128 > 0   # all whole pages of both first prompts
+    assert found["cached_share"] == numbers["total_cached_tokens"] / numbers["total_input_tokens"]

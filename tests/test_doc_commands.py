@@ -29,7 +29,10 @@ DOCKER_FLAGS = {"--rm": 0, "--gpus": 1, "--read-only": 0, "--tmpfs": 1, "--netwo
 # How a command begins -> the file that runs it, by reading the page.
 ELSEWHERE = {
     "python3 -m venv .venv": ".ci/run", ".venv/bin/pip install .": ".ci/run", ".venv-cu13/bin/": ".ci/run",
-    "k3cuda eval demo questions.jsonl": "tests/test_docs.py", "k3cuda bench ": "tests/test_request_times.py",
+    "k3cuda eval demo questions.jsonl": "tests/test_docs.py",
+    "k3cuda bench latency": "tests/test_request_times.py", "k3cuda bench throughput": "tests/test_request_times.py", "k3cuda bench decode": "tests/test_request_times.py",
+    "k3cuda bench serve": "tests/test_bench_own_server.py", "k3cuda bench replay demo": "tests/test_bench_replay.py",
+    "k3cuda bench replay trace.jsonl": "tests/test_bench_own_server.py",
     "python examples/": "tests/test_examples.py",
     "python3 -m venv lm-eval": "scripts/lm_eval_recipe.py", "lm-eval/bin/": "scripts/lm_eval_recipe.py",
 }

@@ -22,19 +22,31 @@ def model(default: str | None = None):
     return decorate
 
 
-def model_and_file(command):
-    """MODEL as `model` takes it, and a FILE behind it: a single word is the file, of which `demo` brings its model along."""
-    @click.argument("words", metavar="[MODEL] FILE", nargs=-1, required=True)
+def model_and_file(command=None, *, word: str = "FILE", unless: str | None = None):
+    """MODEL as `model` takes it, and a FILE behind it: a single word is the file, of which `demo` brings its model along.
+
+    Args:
+        word: what --help calls the file, and the command in lower case. unless: the parameter that names a server, whose model it is then: it may be
+            left out, and K3CUDA_MODEL is no name of it.
+    """
+    if command is None:
+        return functools.partial(model_and_file, word=word, unless=unless)
+
+    @click.argument("words", metavar=f"[MODEL] {word}", nargs=-1, required=True)
     @flags(MODEL)
     @click.pass_context
     @functools.wraps(command)
     def run(ctx, *args, model, words, **kwargs):
         if len(words) > 2:
-            raise click.UsageError(f"found {len(words)} words, wanted [MODEL] FILE", ctx)
+            raise click.UsageError(f"found {len(words)} words, wanted [MODEL] {word}", ctx)
         from ..runtime.demo import DEMO
 
-        default = DEMO if words[-1] == DEMO else None
-        return command(*args, model=_one_model(ctx, model, words[0] if len(words) == 2 else None, default), file=words[-1], **kwargs)
+        is_server = unless is not None and kwargs[unless] is not None
+        if is_server and ctx.get_parameter_source("model") is not click.core.ParameterSource.COMMANDLINE:
+            model = None
+        default, argument = DEMO if words[-1] == DEMO else None, words[0] if len(words) == 2 else None
+        chosen = None if is_server and model is None and argument is None else _one_model(ctx, model, argument, default)
+        return command(*args, model=chosen, **{word.lower(): words[-1]}, **kwargs)
     return run
 
 

@@ -59,27 +59,34 @@ def measure(llm, prompts, params, clock=time.perf_counter) -> tuple[list[Times],
     start = clock()
     found = [Times(len(prompt), start) for prompt in prompts]
     streams = [llm.stream(prompt, p) for prompt, p in zip(prompts, params)]
-    under_way = dict(enumerate(streams))
+    under_way = list(zip(streams, found))
     try:
         while under_way:
-            first = next(iter(under_way.values()))
-            if not first.waiting:
-                first.wait()   # a step of the model, for all of them
-            now = clock()
-            for i, stream in list(under_way.items()):
-                tokens = sum(len(next(stream).token_ids) for _ in range(stream.waiting))
-                if tokens:
-                    found[i].outputs.append((now, tokens))
-                if stream.output is not None:
-                    del under_way[i]
-                    stats = stream.output.stats
-                    found[i].speculative, found[i].cached_tokens = stats.speculative, stats.cached_tokens
-                    if stream.output.finish_reason in ("error", "abort") or not found[i].outputs:
-                        found[i].error = str(stream.output.error or "aborted")
+            ended = advance(under_way, clock)
+            under_way = [pair for pair in under_way if pair not in ended]
         return found, clock() - start
     finally:
         for stream in streams:
             stream.close()
+
+
+def advance(under_way: list, clock) -> list:
+    """A step of the model for all (stream, its Times) of `under_way`, unless a chunk waits already; those of them that have ended."""
+    first, ended = under_way[0][0], []
+    if not first.waiting:
+        first.wait()
+    now = clock()
+    for stream, times in under_way:
+        tokens = sum(len(next(stream).token_ids) for _ in range(stream.waiting))
+        if tokens:
+            times.outputs.append((now, tokens))
+        if stream.output is not None:
+            ended.append((stream, times))
+            stats = stream.output.stats
+            times.speculative, times.cached_tokens = stats.speculative, stats.cached_tokens
+            if stream.output.finish_reason in ("error", "abort") or not times.outputs:
+                times.error = str(stream.output.error or "aborted")
+    return ended
 
 
 def summary(times: list[Times], duration: float, which=PERCENTILES) -> dict:

@@ -2,11 +2,7 @@
 import click
 
 from .. import __version__
-<<<<<<< HEAD
-from . import bench_decode, bench_requests, bench_serve  # noqa: F401 - they add commands to bench
-=======
-from . import bench_replay, bench_requests, bench_serve  # noqa: F401 - they add commands to bench
->>>>>>> 85546c0 (bench replay: the trace of an agent, on a model in this process or on a server: cached tokens, interactivity, time to the first token by turn)
+from . import bench_decode, bench_replay, bench_requests, bench_serve  # noqa: F401 - they add commands to bench
 from .bench import bench
 from .chat import chat
 from .check import check

@@ -1,4 +1,4 @@
-"""The reference decode backend: the step of a plan through the NumPy stages, on any number of virtual ranks in one process."""
+"""The reference decode backend: the step of a plan through the NumPy stages, on any number of virtual ranks in one process, or one of several."""
 import os
 
 import numpy as np
@@ -6,13 +6,14 @@ import numpy as np
 from ..buffers import BY_NAME, ROW_AXES, step_dims
 from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
 from ..draft_buffers import cache_bytes
-from ..errors import ConfigError, OutOfMemory
+from ..errors import ConfigError, OutOfMemory, UsageError
 from ..plan import Plan, build_plan
 from ..reference.accept import judge
 from ..reference.mxfp4 import ExpertMatrix
 from ..reference.numerics import CACHE_ROUNDING, Numerics
 from ..reference.sample import sample_row
 from .backend import Judged, StepCounts, StepRows, check_buffer, check_room
+from .collectives import Collectives, VirtualRanks
 from .drafting import PROBABILISTIC, Drafting
 from .loading import Loading
 from .machine import REFERENCE
@@ -26,39 +27,42 @@ class NumpyBackend:
 
     Args:
         checkpoint: has `cfg` and `rank_slices(weight, layer, tp, rank)` (runtime/tensor_source.py).
-        tp: virtual ranks, each holding only its own slices.
+        tp: ranks, each holding only its own slices.
         max_batch: slots, 1 to 64.
         max_model_len: tokens a slot can hold; None: what fits half of the free memory, at most the model's own limit.
         activation_dtype: "f32", or "bf16" to round where the release does.
         kv_cache_dtype: "auto" (as the activations), "f32", "bf16" or "fp8_e4m3"; the cache is rounded so, and held as F32.
         drafting: a draft model and how it is used; None: no speculation.
         loading: how the weights are read.
+        collectives: which ranks run here, and what carries parts between them; None: all `tp` of them.
     Raises:
         ConfigError: the model or its draft cannot be cut over `tp` ranks.
         OutOfMemory: the cache does not fit; the message names the longest that would.
     """
 
-    name, ranks, gpu, overlaps = REFERENCE, "virtual", None, False
+    name, gpu, overlaps = REFERENCE, None, False
 
     def __init__(self, checkpoint, tp: int = 1, *, max_batch: int = 8, max_model_len: int | None = None,
-                 activation_dtype: str = "f32", kv_cache_dtype: str = "auto", drafting: Drafting | None = None, loading: Loading | None = None):
+                 activation_dtype: str = "f32", kv_cache_dtype: str = "auto", drafting: Drafting | None = None, loading: Loading | None = None,
+                 collectives: Collectives | None = None):
         check_room(checkpoint.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in ("auto", *CACHE_ROUNDING):
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown", f"use auto, {', '.join(CACHE_ROUNDING)}")
         self.cfg, self.tp, self.num_slots, self.max_rows = checkpoint.cfg, tp, max_batch, DECODE_ROWS
-        self.drafting = drafting
+        self.drafting, collectives = drafting, collectives or VirtualRanks(tp)
+        self.ranks = collectives.name
         self.plan: Plan = build_plan(self.cfg, tp, drafting and drafting.taps)
         self.kv_cache_dtype = activation_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-        self.max_model_len = _fitting_length(self.cfg, max_batch, max_model_len, drafting)
+        self.max_model_len = fitting_length(self.cfg, max_batch, max_model_len, drafting)
         slot_pages = -(-(self.max_model_len + (drafting.spare_positions if drafting else 0)) // PAGE_SIZE)
         self.num_pages = slot_pages * max_batch
         places = {"slots": max_batch, "pages": self.num_pages, "slot_pages": slot_pages}
         self.dims = step_dims(self.cfg, tp=tp, rows=self.max_rows, num_taps=self.plan.num_taps, **places)
         self.max_logits = self.dims["head_rows"]
-        held, num = _load_weights(checkpoint, tp, loading or Loading()), Numerics(activation_dtype, kv_cache_dtype)
-        self.program = NumpyProgram(self.cfg, num, BY_NAME, self.dims, self.plan.aliases, held)
+        held, num = _load_weights(checkpoint, tp, collectives.ranks, loading or Loading()), Numerics(activation_dtype, kv_cache_dtype)
+        self.program = NumpyProgram(self.cfg, num, BY_NAME, self.dims, self.plan.aliases, held, collectives=collectives)
         self.draft = drafting and NumpyDraft(drafting.source, [a["taps"] for a in self.arenas], num_drafts=drafting.num_drafts, rows=drafting.block_rows,
-                                             num=num, target_weights=[layers[None] for layers in held], **places)
+                                             num=num, target_weights=[layers[None] for layers in held], collectives=collectives, **places)
         self._check = RowCheck(max_batch, self.max_model_len, self.max_rows)
         self.counts = StepCounts()
 
@@ -103,7 +107,10 @@ class NumpyBackend:
 
     def buffer(self, name: str, rank: int = 0) -> np.ndarray:
         check_buffer(name, rank, self.tp)
-        return self.arenas[rank][name]
+        here = self.program.collectives.ranks
+        if rank not in here:
+            raise UsageError(f"buffer {name}: rank {rank} is another process", f"ask for rank {here[0]}")
+        return self.arenas[rank - here[0]][name]
 
     def sample(self, draws):
         return [sample_row(row, draw) for row, draw in zip(self.logits(), draws, strict=True)]
@@ -132,14 +139,14 @@ class NumpyBackend:
 
     @property
     def arenas(self) -> list[dict[str, np.ndarray]]:
-        """Of every rank its buffers by name."""
+        """Of every rank of this process its buffers by name."""
         return self.program.arenas
 
 
-def _load_weights(source, tp: int, loading: Loading) -> list[dict]:
-    """For each rank: layer (None: outside the layers) -> name -> F32 array, or ExpertMatrix for an MXFP4 pair."""
-    held = [{} for _ in range(tp)]
-    for unit, arrays in loading.slices(source, tp, range(tp)):
+def _load_weights(source, tp: int, ranks: range, loading: Loading) -> list[dict]:
+    """For each of `ranks`: layer (None: outside the layers) -> name -> F32 array, or ExpertMatrix for an MXFP4 pair."""
+    held = [{} for _ in ranks]
+    for unit, arrays in loading.slices(source, tp, ranks):
         for rank, layers in enumerate(held):
             raw = {name: array[rank] for name, array in arrays.items()}
             layers[unit.layer] = {name: widened(x) for name, x in raw.items()}
@@ -147,7 +154,7 @@ def _load_weights(source, tp: int, loading: Loading) -> list[dict]:
     return held
 
 
-def _fitting_length(cfg: K3Config, slots: int, asked: int | None, drafting: Drafting | None) -> int:
+def fitting_length(cfg: K3Config, slots: int, asked: int | None, drafting: Drafting | None) -> int:
     """Tokens a slot can hold. The caches are F32 and may take half of the memory that is free now."""
     dims = cfg.dims()
     token_bytes = dims["num_mla_layers"] * dims["mla_cache_dim"] * 4 * slots + (cache_bytes(drafting.source.cfg) * 4 // 2 * slots if drafting else 0)

@@ -6,6 +6,7 @@ from ..draft_plan import DraftPlan, build_draft_plan
 from ..draft_weights import DRAFT_WEIGHTS, exists_in_draft, is_shared
 from ..reference.numerics import Numerics
 from .backend import DraftAsk, Drafted, StepRows
+from .collectives import Collectives, VirtualRanks
 from .draft_checkpoint import DraftTensors
 from .numpy_program import NumpyProgram, widened
 
@@ -20,16 +21,18 @@ class NumpyDraft:
         rows: of a block, at least `num_drafts`.
         slots, pages, slot_pages: of the cache, laid out as the target's.
         target_weights: for each rank the target's weights outside its layers, for what the draft shares; by name.
+        collectives: which ranks these are, and what carries parts between them; None: all there are.
     """
 
     def __init__(self, source: DraftTensors, taps: list[np.ndarray], *, num_drafts: int, rows: int, slots: int, pages: int, slot_pages: int,
-                 num: Numerics, target_weights: list[dict] | None = None):
-        self.cfg, self.num_drafts, self.rows, tp = source.cfg, num_drafts, rows, len(taps)
+                 num: Numerics, target_weights: list[dict] | None = None, collectives: Collectives | None = None):
+        collectives = collectives or VirtualRanks(len(taps))
+        self.cfg, self.num_drafts, self.rows, tp = source.cfg, num_drafts, rows, collectives.tp
         self.plan: DraftPlan = build_draft_plan(self.cfg, tp, num_drafts, rows)
         self.max_seqs = self.plan.max_seqs
         dims = draft_dims(self.cfg, tp=tp, num_drafts=num_drafts, seqs=self.max_seqs, slots=slots, pages=pages, slot_pages=slot_pages, rows=len(taps[0]))
-        held = [_load_weights(source, tp, r, target_weights[r] if target_weights else {}) for r in range(tp)]
-        self.program = NumpyProgram(self.cfg, num, self.plan.buffers, dims, self.plan.aliases, held, [{"taps": x} for x in taps])
+        held = [_load_weights(source, tp, r, target_weights[i] if target_weights else {}) for i, r in enumerate(collectives.ranks)]
+        self.program = NumpyProgram(self.cfg, num, self.plan.buffers, dims, self.plan.aliases, held, [{"taps": x} for x in taps], collectives)
         self._places: dict[int, int] = {}  # slot -> its place among the sequences of the last proposal
 
     def open_slot(self, slot: int, pages) -> None:

@@ -9,7 +9,8 @@ from ..buffers import Buffer, buffer_shape
 from ..plan import Op
 from ..reference import FUNCTIONS
 from ..reference.numerics import Numerics
-from ..stages import GATHER, STACK
+from ..stages import GATHER, SCATTER
+from .collectives import Collectives, VirtualRanks
 from .row_check import PADDING, sequences
 
 NUMPY_DTYPE = {"i32": np.int32, "u8": np.uint8}  # every other dtype is held as F32
@@ -35,13 +36,16 @@ class NumpyProgram:
         table: its buffers by name.
         dims: every size that they name.
         aliases: of the plan.
-        held: for each rank layer (None: outside the layers) -> weight's name -> array.
-        shared: for each rank arrays that another program owns, by buffer name.
+        held: for each rank of this process layer (None: outside the layers) -> weight's name -> array.
+        shared: for each of them arrays that another program owns, by buffer name.
+        collectives: which ranks these are, and what carries parts between them; None: all there are.
     """
 
-    def __init__(self, cfg, num: Numerics, table: dict[str, Buffer], dims: dict[str, int], aliases: dict[str, str], held: list[dict], shared=()):
+    def __init__(self, cfg, num: Numerics, table: dict[str, Buffer], dims: dict[str, int], aliases: dict[str, str], held: list[dict], shared=(),
+                 collectives: Collectives | None = None):
         self.table, self.dims, self.weights = table, dims, held
-        self.models = [Model(cfg, num, r, len(held)) for r in range(len(held))]
+        self.collectives = collectives or VirtualRanks(len(held))
+        self.models = [Model(cfg, num, r, self.collectives.tp) for r in self.collectives.ranks]
         self.arenas = [_arena(table, dims, aliases, shared[r] if shared else {}) for r in range(len(held))]
         largest = max((np.size(x) for layers in held for names in layers.values() for x in names.values()), default=0)
         self._blas_threads = None if largest >= _THREADED_WEIGHTS else 1
@@ -93,18 +97,15 @@ class NumpyProgram:
         for move in op.stage.moves:
             source = self.table[move.source]
             axis = source.cut - source.is_layered if source.cut is not None else None
-            for r, sender in enumerate(ranks):
-                part = getattr(sender, move.source)
-                for receiver_rank, receiver in enumerate(ranks):
-                    target = getattr(receiver, move.target)
+            carry = self.collectives.scatter if move.how == SCATTER else self.collectives.gather
+            for b, parts in zip(ranks, carry([getattr(b, move.source) for b in ranks])):
+                target = getattr(b, move.target)
+                for r, part in enumerate(parts):
                     if move.how == GATHER:
                         size = part.shape[axis]
                         target[(slice(None),) * axis + (slice(r * size, (r + 1) * size),)] = part
-                    elif move.how == STACK:
-                        target[r] = part
                     else:
-                        size = target.shape[-1]
-                        target[r] = part[..., receiver_rank * size:(receiver_rank + 1) * size]
+                        target[r] = part
 
 
 def widened(raw: np.ndarray) -> np.ndarray:

@@ -84,6 +84,10 @@ class NumericalError(K3Error):
     code = 7
 
 
+class RanksDiffer(NumericalError):
+    """Two ranks that must decide alike decided differently."""
+
+
 class BenchmarkError(K3Error):
     """A benchmark ran, but a check of its own says that its numbers must not be believed."""
 

@@ -35,7 +35,9 @@ class LLM:
         model: the folder of a checkpoint in the released layout, one .safetensors file with its config.json beside it, or "demo";
             also an open checkpoint (runtime/tensor_source.py).
         draft_model: a DSpark draft model for it, named likewise, or "demo-draft" with "demo"; None: no speculation.
-        tp: ranks the model is cut into; on the CPU they are virtual ranks in this process.
+        tp: ranks the model is cut into.
+        ranks: "virtual": all in this process; "processes": each in its own; "auto": what the launcher started (docs/multi-node.md).
+        rendezvous_timeout: seconds that processes have to find each other.
         decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
         max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.
         max_batch: requests that run at once, 1 to 64; more are queued. None: 8, or as many as fit one step with their drafts.
@@ -58,16 +60,17 @@ class LLM:
         UsageError: an argument that no model could satisfy.
         CheckpointError, ConfigError: the model is missing, damaged, or cannot be cut that way; everything wrong is listed at once.
         OutOfMemory: weights or cache do not fit. DeviceError: the decode backend cannot run here.
+        RankDied, RanksDiffer: also in every later call: another process died, hung, or decided differently.
     """
 
     def __init__(self, model="demo", draft_model=None, tp=1, *, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
-                 activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, seed=None, **drafting):
+                 activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, ranks="auto", rendezvous_timeout=60, seed=None, **drafting):
         self._engine = None
         seed = SamplingParams(seed=seed).seed  # the same rules
         start = time.perf_counter()
         opened = open_model(model, draft_model, tp=tp, decode_backend=decode_backend, max_model_len=max_model_len, max_batch=max_batch,
                             kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype, prefix_cache=prefix_cache, load_mode=load_mode,
-                            load_progress=load_progress, **drafting)
+                            load_progress=load_progress, ranks=ranks, rendezvous_timeout=rendezvous_timeout, **drafting)
         self.load_s = time.perf_counter() - start
         self.loading = opened.loading
         self.backend, self.generation_config, self._eos_ids = opened.backend, opened.generation_config, opened.eos_ids

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from .. import __version__
+from ..runtime import rank_watch
 from .output import Result, is_terminal, log, say, write_stderr
 
 
 @contextmanager
 def loading(model: str, show_progress: bool):
     """A terminal shows that the model is being loaded, from before the first byte."""
+    rank_watch.ends_process = True   # without its ranks a command has nothing left to do
     shown = show_progress and is_terminal(sys.stderr)
     if shown:
         write_stderr(f"loading {model} ...")
@@ -26,6 +28,21 @@ def loading(model: str, show_progress: bool):
 def shows_progress() -> bool:
     """Whether bytes and time left may be shown: not where errors only are wanted."""
     return log.isEnabledFor(logging.WARNING)
+
+
+def work_for_rank_0(model: str, **arguments) -> None:
+    """Where a launcher started this process as another rank: opens the model, works for rank 0, and ends with SystemExit. Else returns at once.
+
+    To be called before anything is read or written: input and output are rank 0's.
+    """
+    from ..runtime.launch import launched
+
+    place = None if arguments["ranks"] == "virtual" else launched()
+    if place is not None and place.rank:
+        from ..runtime.open_model import open_model
+
+        log.addFilter(lambda record: setattr(record, "msg", f"[r{place.rank}] {record.msg}") or True)
+        open_model(model, place=place, **arguments)
 
 
 def open_llm(model: str, show_progress: bool, **arguments):

@@ -5,7 +5,7 @@ import click
 
 from .. import __version__
 from . import options
-from .answers import open_llm
+from .answers import open_llm, work_for_rank_0
 from .bench import bench
 from .bench_table import end, show
 from .output import Result, say
@@ -87,7 +87,9 @@ def _run(benchmark, document, times, what: dict, *, model, input_len, output_len
     from ..runtime.request_times import measure
     from ..runtime.sampling import SamplingParams
 
-    result, engine = Result(output), options.engine_arguments(flags)
+    engine = options.engine_arguments(flags)
+    work_for_rank_0(model, **engine)
+    result = Result(output)
     ask = {"temperature": temperature, "max_tokens": output_len, "ignore_eos": True}
     SamplingParams(**ask, seed=seed)   # refused before a model is loaded
     with open_llm(model, not no_progress, **engine) as llm:

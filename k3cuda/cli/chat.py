@@ -7,7 +7,7 @@ import click
 
 from ..errors import K3Error
 from . import options
-from .answers import Text, open_llm, report
+from .answers import Text, open_llm, report, work_for_rank_0
 from .group import Terminated, arm_signals, stop_code
 from .output import Result, is_terminal, log, say, show_error, write_stderr
 
@@ -31,6 +31,7 @@ def chat(model, system, reasoning_effort, no_think, show_thinking, no_progress, 
     effort = options.effort(reasoning_effort, no_think, model)
     engine = options.engine_arguments(flags)
     params = SamplingParams(**options.sampling_arguments(flags))
+    work_for_rank_0(model, **engine)
     if params.seed is None:   # one for the whole conversation, so that one number repeats it
         params = replace(params, seed=secrets.randbits(DRAWN_SEED_BITS))
         if not params.greedy:

@@ -7,7 +7,7 @@ from .. import __version__
 from ..errors import BenchmarkError, UsageError
 from ..runtime.scorers import SCORERS
 from . import options
-from .answers import open_llm
+from .answers import open_llm, work_for_rank_0
 from .eval_results import ResultsFile, differing, read_results
 from .group import stop_code
 from .output import Result, say
@@ -49,6 +49,7 @@ def evaluate(model, file, scorer, runs, limit, results, baseline, json, output, 
     params = SamplingParams(**options.sampling_arguments(flags) | {"seed": SEED if flags["seed"] is None else flags["seed"]})
     if engine["acceptance"] == "synthetic":
         raise UsageError("--acceptance synthetic makes text that means nothing", "leave it out to score answers")
+    work_for_rank_0(model, **engine)
     text, scorer = _questions(file, scorer, limit, file == DEMO)
     items = evaluation.read_items(text, file, SCORERS[scorer], system)[:limit]
     theirs = None if baseline is None else _baseline(baseline)

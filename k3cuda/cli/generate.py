@@ -5,7 +5,7 @@ import click
 
 from ..errors import UsageError
 from . import options
-from .answers import Json, Text, open_llm, report
+from .answers import Json, Text, open_llm, report, work_for_rank_0
 from .group import stop_code
 from .output import Result, is_terminal
 from .prompts import read_prompt
@@ -39,6 +39,7 @@ def generate(model, prompt, file, raw, system, reasoning_effort, no_think, messa
     effort = options.effort(reasoning_effort, no_think, model)
     engine = options.engine_arguments(flags)
     params = SamplingParams(**options.sampling_arguments(flags), logprobs=logprobs)
+    work_for_rank_0(model, **engine)
     result = Result(output)
     source = read_prompt(prompt, file, raw=raw, system=system, messages=messages, tools=tools)
     if not raw:

@@ -83,6 +83,8 @@ _DRAFTING = (
 ENGINE = (
     flag("--tp", type=click.IntRange(min=1), default=1, metavar="N", aliases=TP_ALIASES,
           help="Ranks to cut the model over.  [default: 1]"),
+    flag("--ranks", default="auto", metavar="HOW", help="virtual, in one process, or processes.  [default: auto, what the launcher started]"),
+    flag("--rendezvous-timeout", type=float, default=60, metavar="SECONDS", help="For ranks that are processes to find each other.  [default: 60]"),
     flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],
           help="Longest context, in tokens.  [default: what fits]"),
     flag("--max-batch", type=click.IntRange(min=1), default=1, metavar="N",
@@ -97,7 +99,7 @@ ENGINE = (
           aliases=["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]),
 )
 engine = flags(*ENGINE)
-_ENGINE_NAMES = ("tp", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",
+_ENGINE_NAMES = ("tp", "ranks", "rendezvous_timeout", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",
                  "draft_sampling", "draft_rows", "confidence_threshold")
 
 

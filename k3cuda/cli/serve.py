@@ -3,7 +3,7 @@ import click
 
 from ..errors import UsageError
 from . import options
-from .answers import loading, shows_progress
+from .answers import loading, shows_progress, work_for_rank_0
 from .output import say
 
 MAX_BATCH, PREFIX_CACHE, MOST = 8, 8, 64   # defaults, and what the two may be together
@@ -27,7 +27,7 @@ NOT_NEEDED = {
     ("--block-size",): ("a page of the cache has 64 tokens", {}),
     ("--swap-space",): ("a request that runs is never moved out", {}),
     ("--async-scheduling",): ("a step is launched before the tokens of the one before it are read where the backend can", _FLAG),
-    ("--distributed-executor-backend",): ("ranks are not processes of their own", {}),
+    ("--distributed-executor-backend",): ("--ranks says how ranks are joined", {}),
     ("--limit-mm-per-prompt",): ("only text is read", {}),
     ("--mm-encoder-tp-mode",): ("only text is read", {}),
     ("--compilation-config",): ("kernels are compiled ahead, see k3cuda compile", {}),
@@ -71,7 +71,9 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefi
         prefix_cache = 0
     elif prefix_cache is None:
         prefix_cache = max(0, min(PREFIX_CACHE, MOST - engine["max_batch"]))
-    engine |= {"prefix_cache": prefix_cache, "load_progress": not no_progress and shows_progress()}
+    engine |= {"prefix_cache": prefix_cache}
+    work_for_rank_0(model, **engine)
+    engine |= {"load_progress": not no_progress and shows_progress()}
     with server.bind(host, port) as listener:
         with loading(model, not no_progress):
             service = server.open_service(model, engine, names=served_model_name or (model,), effort=effort,

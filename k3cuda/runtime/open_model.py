@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from ..config import DECODE_ROWS, token_ids
 from ..draft_config import misfits
-from ..errors import CheckpointError, ConfigError, DeviceError, UsageError
+from ..errors import CheckpointError, ConfigError, DeviceError, K3Error, UsageError
 from .backend import Backend
 from .block_reader import AUTO, MODES
 from .draft_checkpoint import DraftCheckpoint, DraftTensors
 from .drafting import SYNTHETIC, Drafting, check_options
+from .launch import Launch
 from .loading import Loading
 from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
+from .rank_job import Job, open_job
+from .rendezvous import TIMEOUT_S
 
 log = logging.getLogger("k3cuda")
 
@@ -46,34 +49,50 @@ class Model:
 
 
 def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
-               activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, **drafting) -> Model:
-    """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open."""
-    chosen = _choose_backend(decode_backend, activation_dtype)
-    kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
-    for name, value, most in (("tp", tp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
-        _check_count(name, value, most)
-    most = DECODE_ROWS - (max_batch or DEFAULT_BATCH)
-    if not isinstance(prefix_cache, int) or isinstance(prefix_cache, bool) or not 0 <= prefix_cache <= most:
-        raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {most}, which with max_batch makes {DECODE_ROWS}")
-    loading = Loading(choice("load_mode", load_mode, MODES), load_progress)
-    drafting = check_options(drafting, draft_model is not None)
-    if draft_model is not None and chosen != REFERENCE:
-        raise UsageError(f"draft_model: found {str(draft_model)!r:.80} with decode_backend {chosen!r}, which cannot draft in this version",
-                         f"leave it out, or use {REFERENCE!r}")
-    checkpoint, draft = _open_checkpoints(model, draft_model, tp, chosen == REFERENCE)
+               activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, ranks="auto", rendezvous_timeout=TIMEOUT_S,
+               place: Launch | None = None, **drafting) -> Model:
+    """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open.
+
+    `place`: this process's in its job; None: as its launcher says. On another rank than 0 this ends with SystemExit when rank 0 ends.
+    """
+    given = {"tp": tp, "decode_backend": decode_backend, "max_model_len": max_model_len, "max_batch": max_batch, "kv_cache_dtype": kv_cache_dtype,
+             "activation_dtype": activation_dtype, "prefix_cache": prefix_cache, "load_mode": load_mode, **drafting}
+    job = open_job(ranks, place, model, draft_model, given, rendezvous_timeout)
+    checkpoint = draft = None
     try:
-        drafting = Drafting(draft, **drafting) if draft else None
-        max_batch = max_batch or min(DEFAULT_BATCH, drafting.max_batch if drafting else DEFAULT_BATCH)
-        if drafting:
-            drafting.check_batch(max_batch)
-        eos_ids = _eos_ids(checkpoint)
-        tokenizer, no_tokenizer = _tokenizer(checkpoint)
+        try:
+            chosen = _choose_backend(decode_backend, activation_dtype, is_job=job is not None)
+            kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+            activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
+            for name, value, most in (("tp", tp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
+                _check_count(name, value, most)
+            most = DECODE_ROWS - (max_batch or DEFAULT_BATCH)
+            if not isinstance(prefix_cache, int) or isinstance(prefix_cache, bool) or not 0 <= prefix_cache <= most:
+                raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {most}, which with max_batch makes {DECODE_ROWS}")
+            loading = Loading(choice("load_mode", load_mode, MODES), load_progress)
+            drafting = check_options(drafting, draft_model is not None)
+            if draft_model is not None and chosen != REFERENCE:
+                raise UsageError(f"draft_model: found {str(draft_model)!r:.80} with decode_backend {chosen!r}, which cannot draft in this version",
+                                 f"leave it out, or use {REFERENCE!r}")
+            checkpoint, draft = _open_checkpoints(model, draft_model, tp, chosen == REFERENCE)
+            drafting = Drafting(draft, **drafting) if draft else None
+            max_batch = max_batch or min(DEFAULT_BATCH, drafting.max_batch if drafting else DEFAULT_BATCH)
+            if drafting:
+                drafting.check_batch(max_batch)
+            eos_ids = _eos_ids(checkpoint)
+            tokenizer, no_tokenizer = _tokenizer(checkpoint)
+        except K3Error as e:
+            if job:
+                job.refuse(e)
+            raise
         options = {"tp": tp, "max_batch": max_batch + prefix_cache, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype, "loading": loading}
-        backend = _cuda(checkpoint, options) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype, drafting)
+        if job:
+            backend = _in_job(job, checkpoint, options, activation_dtype, drafting)
+        else:
+            backend = _cuda(checkpoint, options) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype, drafting)
     finally:
-        for opened, given in ((checkpoint, model), (draft, draft_model)):
-            if opened is not given:
+        for opened, its in ((checkpoint, model), (draft, draft_model)):
+            if opened is not None and opened is not its:
                 opened.close()
     if drafting:
         log.info("draft model %s: %s", draft.path or "in memory", draft.cfg.summary)
@@ -108,7 +127,7 @@ def choice(name: str, value, names: tuple[str, ...]) -> str:
     return found
 
 
-def _choose_backend(decode_backend, activation_dtype) -> str:
+def _choose_backend(decode_backend, activation_dtype, is_job: bool) -> str:
     """REFERENCE or STANDARD. `auto` is the reference until the CUDA path is the faster one by measurement."""
     name = choice("decode_backend", decode_backend, ("auto", *DECODE_BACKENDS))
     if name == "auto":
@@ -116,6 +135,9 @@ def _choose_backend(decode_backend, activation_dtype) -> str:
     if name in NOT_BUILT:
         raise DeviceError(f"decode_backend {name!r} is {NOT_BUILT[name]}", f"use {REFERENCE!r} or 'auto', which run on the CPU")
     if name == STANDARD:
+        if is_job:
+            raise UsageError(f"ranks: found processes with decode_backend {name!r}, whose ranks run in one process in this version",
+                             f"leave it out and start one process, or use {REFERENCE!r}")
         if activation_dtype != "f32":
             raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {name!r} has its own precisions", "leave it out")
         from .cuda_driver import require_gpu
@@ -128,6 +150,15 @@ def _reference(checkpoint, options: dict, activation_dtype: str, drafting: Draft
     from .numpy_backend import NumpyBackend
 
     return NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, **options)
+
+
+def _in_job(job: Job, checkpoint, options: dict, activation_dtype: str, drafting: Drafting | None) -> Backend:
+    from .numpy_backend import NumpyBackend, fitting_length
+
+    job.meet()
+    return job.load(lambda: fitting_length(checkpoint.cfg, options["max_batch"], options["max_model_len"], drafting),
+                    lambda collectives, length: NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, collectives=collectives,
+                                                             **options | {"max_model_len": length}))
 
 
 def _cuda(checkpoint, options: dict) -> Backend:

@@ -9,9 +9,17 @@ from .rendezvous import CHANNELS, DATA, GRACE_S, GUEST_S, MAGIC, NONCE_BYTES, TI
 from .wire import HEAD_BYTES, LinkLost
 
 
+class Told(Exception):
+    """An error that rank 0 knows of, and will tell the user."""
+
+    def __init__(self, error: K3Error):
+        super().__init__(str(error))
+        self.error = error
+
+
 def join(host: str, port: int, token: str | bytes, rank: int, size: int, facts: dict, error: K3Error | None = None,
          timeout: float = TIMEOUT_S) -> Joined:
-    """Another rank's side: arguments and errors of `Server` and `meet`; `error` is raised once rank 0 knows of it."""
+    """Another rank's side: arguments and errors of `Server` and `meet`; those that rank 0 knows of come as `Told`, also the own `error`."""
     end, key, socks, nonces = time.monotonic() + timeout, key_of(token), {}, {}
     try:
         for channel in CHANNELS[::-1]:   # what goes over `watch` comes last, so that rank 0 misses no channel of a rank with an error
@@ -25,9 +33,9 @@ def join(host: str, port: int, token: str | bytes, rank: int, size: int, facts: 
         for channel in CHANNELS:
             answers[channel] = _answer(socks[channel], key, nonces[channel], timeout + GRACE_S, f"{host}:{port}")
             if error is not None:
-                raise error
+                raise Told(error)
             if "error" in answers[channel]:
-                raise wire.raised(answers[channel]["error"])
+                raise Told(wire.raised(answers[channel]["error"]))
         welcome = answers[WATCH]
         return Joined(rank, size, bytes.fromhex(welcome["payload"]), {0: ready(socks[WATCH])}, {0: ready(socks[DATA])}, welcome["hosts"])
     except BaseException as e:

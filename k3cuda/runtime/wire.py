@@ -2,6 +2,7 @@
 import hashlib
 import hmac
 import json
+import operator
 import socket
 import struct
 
@@ -26,7 +27,7 @@ def digest(key: bytes, purpose: bytes, nonce: bytes, body: bytes) -> bytes:
 
 def packed(message: dict, key: bytes = b"", purpose: bytes = b"", nonce: bytes = b"") -> bytes:
     """The bytes of a message."""
-    body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+    body = json.dumps(message, separators=(",", ":"), allow_nan=False, default=operator.index).encode()   # NumPy has integers of its own
     return _LENGTH.pack(len(body)) + digest(key, purpose, nonce, body) + body
 
 

@@ -1,0 +1,205 @@
+"""Ranks as processes: the same bytes and tokens as ranks in one process, and nothing that is not the same everywhere."""
+import socket
+import struct
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from k3cuda import LLM, SamplingParams
+from k3cuda.errors import ConfigError, RanksDiffer, UsageError
+from k3cuda.runtime import wire
+from k3cuda.runtime.backend import DraftAsk, Judge, Judged
+from k3cuda.runtime.collectives import TcpRanks, VirtualRanks
+from k3cuda.runtime.made_config import made_config
+from k3cuda.runtime.made_model import MadeCheckpoint
+from k3cuda.runtime.rank_backend import CHECK_EVERY, RankedBackend, follow
+from k3cuda.runtime.rank_calls import DECODE, ENCODE
+from k3cuda.runtime.sampling import Draw, Drawn
+from k3cuda.runtime.write_checkpoint import write_checkpoint
+from models import step_rows
+
+IDS = [5, 80, 200, 3, 41, 7, 300, 12]
+SIZES = {"max_model_len": 128, "max_batch": 2}
+
+
+def answers(model, tp, ranks, params, **options):
+    """(logits, tokens of two requests side by side, of a fork) of one model."""
+    with LLM(model, tp=tp, ranks=ranks, **SIZES, **options) as llm:
+        assert llm.backend.ranks == ranks and llm.backend.tp == tp
+        logits = llm.logits(IDS)
+        tokens = [o.token_ids for o in llm.generate([IDS, IDS[:3]], params)]
+        with llm.prefill(IDS) as session, session.fork() as copy:
+            copy.feed([9])
+            forked = copy.logits.copy()
+        return logits, tokens, forked
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_model": "demo-draft", "num_drafts": 3}], ids=["plain", "drafts"])
+def test_processes_give_the_bytes_of_virtual_ranks(options):
+    params = [SamplingParams(max_tokens=6, seed=7), SamplingParams(max_tokens=4, temperature=0, frequency_penalty=0.5)]
+    got, want = (answers("demo", 2, ranks, params, **options) for ranks in ("processes", "virtual"))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[2], want[2])
+    assert got[1] == want[1] == answers("demo", 1, "virtual", params, **options)[1]
+
+
+def test_sixteen_processes(tmp_path):
+    write_checkpoint(MadeCheckpoint(made_config(), seed=3), tmp_path / "model")
+    logits = []
+    for tp, ranks in ((16, "processes"), (16, "virtual"), (1, "virtual")):
+        with LLM(tmp_path / "model", tp=tp, ranks=ranks, **SIZES) as llm:
+            logits.append(llm.logits(IDS[:2]))
+            if ranks == "processes":
+                assert llm.buffer("kda_qkv").shape[-1] * 16 == llm.cfg.dims()["kda_dim"]
+                with pytest.raises(UsageError, match="rank 3 is another process"):
+                    llm.buffer("logits", 3)
+    np.testing.assert_array_equal(logits[0], logits[1])
+    np.testing.assert_array_equal(logits[0].argmax(-1), logits[2].argmax(-1))
+
+
+def test_what_cannot_be_refused_later_is_refused_before_a_process_starts(monkeypatch):
+    monkeypatch.setattr("k3cuda.runtime.rank_job.Workers", lambda *args: pytest.fail("a process was started"))
+    for options, kind, text in (({"tp": 3}, Exception, "1, 2, 4"), ({"tp": 2, "max_batch": 65}, UsageError, "max_batch"), ({"tp": 2, "draft_model": "/nowhere"}, Exception, "nowhere"),
+                                ({"tp": 2, "decode_backend": "standard"}, UsageError, "processes"), ({"tp": 2, "rendezvous_timeout": 0}, UsageError, "above 0")):
+        with pytest.raises(kind, match=text):
+            LLM("demo", ranks="processes", **options)
+    with pytest.raises(UsageError, match="open the model themselves"):
+        LLM(MadeCheckpoint(made_config()), tp=2, ranks="processes")
+    with pytest.raises(UsageError, match="ranks: found 'many'"):
+        LLM("demo", tp=2, ranks="many")
+
+
+def test_a_launcher_that_started_another_number(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="tp: found 2, but RANK and WORLD_SIZE started 4 processes"):
+        LLM("demo", tp=2)
+    with LLM("demo", tp=2, ranks="virtual", **SIZES) as llm:   # who says so is left alone
+        assert llm.backend.ranks == "virtual"
+
+
+# ---- what moves ----
+
+def test_collectives_move_alike():
+    """Every shape of a plan, in F32 and as integers, over three processes' worth of connections."""
+    tp, rng = 3, np.random.default_rng(0)
+    pairs = {r: socket.socketpair() for r in range(1, tp)}
+    ranks = [TcpRanks(0, tp, {r: pair[0] for r, pair in pairs.items()})] + [TcpRanks(r, tp, {0: pairs[r][1]}) for r in range(1, tp)]
+    for shape in ((2, 6), (1, 4, 9), (5, 3), (0, 6)):
+        sources = [rng.normal(size=shape).astype(np.float32) for _ in range(tp)]
+        for name in ("gather", "scatter"):
+            want, got = getattr(VirtualRanks(tp), name)(sources), [None] * tp
+
+            def run(r, name=name, got=got, sources=sources):
+                got[r] = getattr(ranks[r], name)([sources[r]])[0]
+
+            threads = [threading.Thread(target=run, args=(r,)) for r in range(tp)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for r in range(tp):
+                for a, b in zip(got[r], want[r], strict=True):
+                    np.testing.assert_array_equal(a, b)
+    for pair in pairs.values():
+        pair[0].close()
+        pair[1].close()
+
+
+def test_calls_are_the_same_on_the_other_side():
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, seed=3, stop=("x",)).resolved({})
+    plain = Draw(params, (1 << 64) - 1, 9, prompt_ids=[1, 2], output_ids=[3])
+    penal = Draw(SamplingParams(temperature=1 / 3, repetition_penalty=1.1).resolved({}), 5, 9, prompt_ids=[1, 2], output_ids=[3])
+    for name, args in (("open_slot", (1, range(4, 6))), ("copy_slot", (0, 1, (2, 3))), ("step", (step_rows((0, 4, [7, 8]), (2, 0, [9])),)),
+                       ("commit", (np.array([True, False]),)), ("propose", ([DraftAsk(1, 2, 3, 1 << 63, 0.1)],)), ("sample", ([plain, penal],)),
+                       ("accept", ([Judge(1, (4, 5), (plain, penal))],))):
+        message = wire.packed({"args": ENCODE[name](*args)})
+        there = DECODE[name](*wire.unpacked(message)["args"])
+        assert str(ENCODE[name](*there)) == str(ENCODE[name](*args)), name
+    same, _ = DECODE["sample"](*ENCODE["sample"]([plain, penal]))[0]
+    assert (same.params.temperature, same.params.top_p, same.params.top_k, same.params.min_p) == (0.7, 0.9, 5, 0.01) and same.seed == plain.seed
+    assert not same.output_ids and DECODE["sample"](*ENCODE["sample"]([penal]))[0][0].output_ids == [3]
+
+
+# ---- what is decided ----
+
+class Sampler:
+    """A backend that draws token 7, from some draw on another one."""
+
+    def __init__(self, wrong_from=1 << 30):
+        self.wrong_from, self.count = wrong_from, 0
+
+    def sample(self, draws):
+        self.count += 1
+        return [Drawn(7 + (self.count >= self.wrong_from))]
+
+    def accept(self, judges):
+        return [Judged(1, tuple(self.sample(None)))]
+
+    def close(self):
+        self.is_closed = True
+
+
+def pair(wrong_from):
+    here, there = socket.socketpair()
+    watch = SimpleNamespace(failure=None, call=nullcontext)
+
+    def run():
+        try:
+            follow(Sampler(wrong_from), there, watch)
+        except wire.LinkLost:
+            pass
+
+    threading.Thread(target=run, daemon=True).start()
+    return RankedBackend(Sampler(), {1: here}, watch, here.close)
+
+
+@pytest.mark.parametrize("call", ["sample", "accept"])
+def test_ranks_that_decide_differently_are_stopped(call):
+    backend = pair(wrong_from=CHECK_EVERY + 5)
+    for _ in range(2 * CHECK_EVERY - 1):
+        getattr(backend, call)([])
+    with pytest.raises(RanksDiffer, match="rank 1 decided other tokens than rank 0") as e:
+        getattr(backend, call)([])
+    assert e.value.code == 7
+
+
+def test_a_short_answer_is_compared_at_its_end():
+    backend = pair(wrong_from=3)
+    for _ in range(3):
+        backend.sample([])
+    with pytest.raises(RanksDiffer):
+        backend.close()
+    assert backend.is_closed
+    backend.close()
+    alike = pair(wrong_from=1 << 30)
+    alike.sample([])
+    alike.close()
+
+
+# ---- messages ----
+
+@pytest.mark.parametrize("data", [struct.pack("<I", 1 << 30) + bytes(40), struct.pack("<I", 2) + bytes(32) + b"{}", b"\x00" * 5])
+def test_damaged_messages_are_no_messages(data):
+    here, there = socket.socketpair()
+    here.sendall(data)
+    here.close()
+    with there, pytest.raises(wire.LinkLost):
+        wire.receive(there)
+
+
+def test_messages_that_are_no_objects():
+    for body in (b"[1]", b"{", b"\xff", b"[" * 100_000):
+        with pytest.raises(wire.LinkLost):
+            wire.unpacked(struct.pack("<I", len(body)) + wire.digest(b"", b"", b"", body) + body)
+
+
+@pytest.mark.parametrize("error", [UsageError("a", "b"), ConfigError("c"), RanksDiffer("d"), MemoryError(), ValueError("odd")])
+def test_errors_keep_their_code(error):
+    told = wire.told(error)
+    again = wire.raised(told, "rank 3: ")
+    assert again.code == told["code"] == getattr(error, "code", 4 if isinstance(error, MemoryError) else 1)
+    assert again.message == "rank 3: " + told["message"] and again.hint == told["hint"]

@@ -33,7 +33,7 @@ ELSEWHERE = {
     "k3cuda bench latency": "tests/test_request_times.py", "k3cuda bench throughput": "tests/test_request_times.py", "k3cuda bench decode": "tests/test_request_times.py",
     "k3cuda bench serve": "tests/test_bench_own_server.py", "k3cuda bench replay demo": "tests/test_bench_replay.py",
     "k3cuda bench replay trace.jsonl": "tests/test_bench_own_server.py",
-    "python examples/": "tests/test_examples.py",
+    "python examples/": "tests/test_examples.py", "mpirun -n 2 k3cuda": "tests/test_launchers.py", "srun -n 2 k3cuda": "tests/test_launchers.py",
     "python3 -m venv lm-eval": "scripts/lm_eval_recipe.py", "lm-eval/bin/": "scripts/lm_eval_recipe.py",
 }
 # How a command begins -> why nothing runs it here.
@@ -104,6 +104,9 @@ def lint(text: str) -> None:
     words = shlex.split(text)
     if words[0].endswith("k3cuda"):
         takes(words[1:])
+    elif words[0] in ("mpirun", "srun"):
+        assert words[1:4] == ["-n", "2", "k3cuda"]
+        takes(words[4:])
     elif words[0] == "docker":
         docker(words)
     elif words[0].startswith("python") and words[1] != "-m":

@@ -7,7 +7,7 @@ from .. import __version__
 from ..config import DECODE_ROWS
 from ..errors import BenchmarkError
 from . import options
-from .answers import open_llm
+from .answers import open_llm, work_for_rank_0
 from .bench import Counts, bench
 from .output import Result, say
 
@@ -36,7 +36,9 @@ def decode(batch, input_len, output_len, temperature, seed, output, no_progress,
     from ..runtime.sampling import SamplingParams
     from ..runtime.surroundings import surroundings
 
-    result, engine = Result(output), options.engine_arguments(flags | {"max_batch": max(batch)})
+    engine = options.engine_arguments(flags | {"max_batch": max(batch)})
+    work_for_rank_0(model, **engine)
+    result = Result(output)
     ask = {"temperature": temperature, "max_tokens": output_len, "ignore_eos": True}
     SamplingParams(**ask, seed=seed)   # refused before a model is loaded
     steps, failed = [], []

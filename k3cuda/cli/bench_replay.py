@@ -6,7 +6,7 @@ import click
 from .. import __version__
 from ..errors import UsageError
 from . import bench_target, interruptible, options
-from .answers import open_llm
+from .answers import open_llm, work_for_rank_0
 from .bench import bench
 from .bench_requests import BATCH
 from .bench_table import end, failures, show
@@ -42,6 +42,9 @@ def replay(model, trace, base_url, concurrency, duration, idle_gap_cap, prefix_c
     from ..runtime.request_times import summary
 
     which, engine = bench_target.percentile_list(metric_percentiles), options.engine_arguments(flags)
+    engine |= {"prefix_cache": prefix_cache}
+    if base_url is None:
+        work_for_rank_0(model, **engine)
     sessions = read_trace(read_file(trace), trace)
     played_as = {"users": concurrency, "duration": duration, "gap_cap": idle_gap_cap, "seed": seed}
     result = Result(output)
@@ -49,7 +52,7 @@ def replay(model, trace, base_url, concurrency, duration, idle_gap_cap, prefix_c
         if base_url is None:
             if endpoint or extra_body:
                 raise UsageError("--endpoint and --extra-body are for a server", "give its --base-url too")
-            found, setup = _here(runner, model, sessions, played_as, temperature, engine | {"prefix_cache": prefix_cache}, not no_progress)
+            found, setup = _here(runner, model, sessions, played_as, temperature, engine, not no_progress)
         else:
             ours = {"ignore_eos": True} | ({} if temperature is None else {"temperature": temperature})
             target = bench_target.make_target(base_url, endpoint or bench_target.CHAT, model, api_key, ours | extra_body, timeout, stall_timeout)

@@ -88,11 +88,11 @@ def is_held_out(task: str, key: str) -> bool:
     return crc32(f"{task}\n{key}".encode()) % HELD_OUT == 0
 
 
-def held_out_set(task: Task, count: int = SET_SIZE) -> list[Problem]:
-    """`count` problems with different prompts that training never sees."""
+def held_out_set(task: Task, count: int = SET_SIZE, size: int | None = None) -> list[Problem]:
+    """`count` problems with different prompts that training never sees; there must be so many of this size."""
     dice, found = Dice(crc32(task.name.encode())), {}
     while len(found) < count:
-        problem = task.draw(dice, held_out=True)
+        problem = task.draw(dice, size, held_out=True)
         found.setdefault(problem.prompt, problem)
     return list(found.values())
 
@@ -212,6 +212,6 @@ def _needle(dice: Dice, tokens: int | None) -> Problem:
 
 
 TASKS = {task.name: task for task in (
-    Task("addition", _addition, (1, 2, 2, 2, 2)), Task("subtraction", _subtraction, (1, 2, 2, 2)), Task("sorting", _sorting, (2, 3, 4, 5, 5, 5, 6)),
+    Task("addition", _addition, (1, 2, 2, 2, 2)), Task("subtraction", _subtraction, (1, 2, 2, 2)), Task("sorting", _sorting, (2, 3, 4, 5, 5, 5, 5)),
     Task("counting", _counting, tuple(range(2, 17))), Task("copying", _copying, tuple(range(1, 13))), Task("dates", _dates, (7, 28, 28)),
     Task("units", _units, (1, 2, 3, 3)), Task("brackets", _brackets, tuple(range(2, 17))), Task("needle", _needle, (NEEDLE_TOKENS,)))}

@@ -1,0 +1,62 @@
+"""What was written, in the reference: the same logits as here, the same text with drafts as without, and how many drafts stand."""
+import copy
+
+import numpy as np
+import torch
+
+from k3cuda import LLM, SamplingParams
+from k3cuda.config import DECODE_ROWS
+from k3cuda.runtime.demo_tasks import TASKS, held_out_set
+from k3cuda.weights import BY_NAME
+
+TOLERANCE = 1e-5   # relative L2 of F32 logits, of the project's own checks
+
+
+def stored_form(model):
+    """A copy on the CPU that computes in F32 with the weights as the file has them. Experts are quantised on the way, as ever."""
+    found = copy.deepcopy(model).cpu()
+    found.compute, found.room = torch.float32, model.cfg.num_experts / model.cfg.num_experts_per_token
+    with torch.no_grad():
+        for (layer, name) in found.names:
+            if BY_NAME[name].dtype == "BF16":
+                value = found.weight(layer, name)
+                value.copy_(value.bfloat16().float())
+    return found
+
+
+def logits_agree(model, folder, ids: list[int]) -> float:
+    """Relative L2 between the logits of the model here and those of its checkpoint in the reference, over a row of text.
+
+    Raises AssertionError where it is above TOLERANCE.
+    """
+    with torch.no_grad():
+        found = stored_form(model)
+        ours = found.logits(found(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)))[0].numpy().astype(np.float64)
+    theirs = reference_logits(folder, ids)
+    worst = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+    assert worst < TOLERANCE, f"{folder}: logits differ from the reference's by {worst:.2e}, wanted {TOLERANCE:.0e}"
+    return worst
+
+
+def reference_logits(folder, ids: list[int]) -> np.ndarray:
+    with LLM(str(folder), max_batch=1, max_model_len=len(ids) + 1) as llm, llm.prefill(ids[:1]) as session:
+        rows = [session.logits.copy()[None]]
+        for at in range(1, len(ids), DECODE_ROWS):
+            rows.append(session.step(ids[at:at + DECODE_ROWS]))
+    return np.concatenate(rows).astype(np.float64)
+
+
+def drafts_agree(folder, draft_folder, count: int = 3) -> dict:
+    """Greedy answers to a few held-out problems of the short tasks, with and without the draft: equal ids, or AssertionError."""
+    asked = [[{"role": "user", "content": p.prompt}] for name, task in TASKS.items() if name != "needle" for p in held_out_set(task, count)]
+    params = SamplingParams(temperature=0, max_tokens=40)
+
+    def answers(**options):
+        with LLM(str(folder), max_model_len=160, **options) as llm:
+            return llm.chat(asked, params, reasoning_effort="none")
+
+    plain, drafted = answers(), answers(draft_model=str(draft_folder))
+    assert [o.token_ids for o in plain] == [o.token_ids for o in drafted], f"{draft_folder}: greedy answers differ with the draft"
+    stats = [o.stats.speculative for o in drafted if o.stats.speculative and o.stats.speculative.steps]
+    steps = sum(s.steps for s in stats)
+    return {"answers": len(plain), "acceptance_length": round(sum(s.acceptance_length * s.steps for s in stats) / steps, 3) if steps else None}

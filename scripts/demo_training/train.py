@@ -1,0 +1,169 @@
+"""The loop: a schedule in steps, a loss on answers, held-out scores on the way, a state that a later call goes on from."""
+import json
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from k3cuda.runtime.demo_tasks import NEEDLE_TOKENS, Dice
+
+from .model import K3
+from .optimizer import Optimizer, balance
+from .rows import ANSWER, LONG_TASK, PADDING, SHORT, Rows, steps
+
+TEXT_WEIGHT = 0.1     # of a token that is no answer
+WARM, COOL = 0.03, 0.4   # parts of the steps in which the rate rises, and falls to 0
+BIAS_RATE = 2e-3
+EVAL_EVERY = 0.05     # part of the steps between two looks at the held-out sets
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a step is made of.
+
+    Attributes:
+        count: steps. short: rows of one problem. long_tokens: tokens of rows with long texts.
+        lengths: (part of the steps after which it begins, length of a long row).
+    """
+
+    count: int
+    short: int
+    long_tokens: int
+    lengths: tuple[tuple[float, int], ...]
+
+    def length(self, step: int) -> int:
+        return next(length for start, length in reversed(self.lengths) if step >= start * self.count)
+
+    def sizes(self, step: int) -> tuple[int, int, int]:
+        length = self.length(step)
+        return self.short, self.long_tokens // length, length
+
+    def rate(self, step: int) -> float:
+        done = step / self.count
+        return min(1, (step + 1) / (WARM * self.count), (1 - done) / COOL)
+
+
+class Trainer:
+    """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". shares: how often a short row is of a task."""
+
+    def __init__(self, model: K3, tokenizer, folder, seed: int, workers: int, device: str, shares: dict[str, int]):
+        self.model, self.rows, self.folder, self.seed, self.workers, self.device = model.to(device), Rows(tokenizer, shares), folder, seed, workers, device
+        self.optimizer, self.step, self.schedule, self.shares = Optimizer(model.named_parameters()), 0, None, shares
+        self.log_file = (folder / "train.jsonl").open("a")
+        self._sets = {}
+
+    def log(self, **values) -> None:
+        line = json.dumps(values)
+        print(line, flush=True)
+        self.log_file.write(line + "\n")
+        self.log_file.flush()
+
+    def tensors(self, ids, kinds):
+        return torch.from_numpy(ids).to(self.device, torch.int64), torch.from_numpy(kinds).to(self.device)
+
+    def losses(self, ids, kinds):
+        """Sum of weighted losses and of weights: of answers, and of other text."""
+        hidden = self.model(ids, kinds != PADDING)[:, :-1]
+        of_tokens = F.cross_entropy(self.model.logits(hidden).flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        kinds = kinds[:, 1:].flatten()
+        answer, text = (kinds == ANSWER).float(), ((kinds != ANSWER) & (kinds != PADDING)).float()
+        return (of_tokens * answer).sum() / answer.sum(), (of_tokens * text).sum() / text.sum()
+
+    def backward(self, batches) -> torch.Tensor:
+        """Gradients of one step; [batches, 2] losses, detached, and loads of the experts."""
+        found, loads, left_out = [], None, 0
+        for ids, kinds in batches:
+            answer, text = self.losses(*self.tensors(ids, kinds))
+            ((answer + TEXT_WEIGHT * text) / len(batches)).backward()
+            found.append(torch.stack([answer.detach(), text.detach()]))
+            loads = self.model.loads if loads is None else [a + b for a, b in zip(loads, self.model.loads)]
+            left_out = left_out + self.model.left_out
+        return torch.stack(found), loads, left_out
+
+    def measure(self, short: int, long_tokens: int, lengths) -> float:
+        """Mean seconds of a step over the whole schedule, from a few of each kind; gradients are thrown away."""
+        ends = [start for start, _ in lengths[1:]] + [1.0]
+        mean = 0.0
+        for (start, length), end in zip(lengths, ends):
+            batches = [self.rows.short(Dice(self.seed, 1 << 40), short), self.rows.long(Dice(self.seed, 1 << 40), long_tokens // length, length)]
+            for i in range(3):
+                began = self.now()
+                self.backward(batches)
+                seconds = self.now() - began
+            self.log(measured_length=length, seconds=round(seconds, 4))
+            mean += seconds * (end - start)
+        began = self.now()
+        self.optimizer.step(0.0)
+        self.optimizer.count = 0
+        for values in self.optimizer.state.values():
+            for x in values:
+                torch._foreach_zero_(x) if isinstance(x, list) else x.zero_()
+        return mean + self.now() - began
+
+    def now(self) -> float:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+    def run(self, until: float) -> bool:
+        """Trains to the schedule's end, or to the time `until` (of time.monotonic): then False, and the state is kept."""
+        wanted = ((s, *self.schedule.sizes(s)) for s in range(self.step, self.schedule.count))
+        every, began, saved = max(1, round(EVAL_EVERY * self.schedule.count)), time.monotonic(), time.monotonic()
+        for batches in steps(str(self.folder), self.shares, self.seed, wanted, self.workers):
+            losses, loads, left_out = self.backward(batches)
+            rate = self.schedule.rate(self.step)
+            self.optimizer.step(rate)
+            balance(self.model, loads, BIAS_RATE * min(1, 2 * rate))
+            self.step += 1
+            if self.step % max(1, every // 5) == 0:
+                (short, short_text), (long, long_text) = (losses.tolist() * 2)[:2]   # without long rows the same twice
+                self.log(step=self.step, of=self.schedule.count, s=round(time.monotonic() - began, 1), length=self.schedule.length(self.step - 1),
+                         short=round(short, 4), long=round(long, 4), short_text=round(short_text, 3), long_text=round(long_text, 3),
+                         left_out=float(left_out), fullest=round(max(float(x.max() / x.mean()) for x in loads), 2))
+            if self.step % every == 0 or self.step == self.schedule.count:
+                self.log(step=self.step, held_out=self.scores(100))
+            if self.step < self.schedule.count and time.monotonic() > until:
+                self.save()
+                return False
+            if time.monotonic() - saved > 60:
+                self.save()
+                saved = time.monotonic()
+        self.save()
+        return True
+
+    @torch.no_grad()
+    def scores(self, count: int) -> dict[str, float]:
+        """Share of held-out items whose whole answer, its end included, is the likeliest at every place: what greedy decoding gives exactly."""
+        cfg, longest = self.model.cfg, max(length for _, length in self.schedule.lengths)
+        found, room, self.model.room = {}, self.model.room, cfg.num_experts / cfg.num_experts_per_token   # as when decoding, nobody is left out
+        for task in (*self.shares, LONG_TASK):
+            length, at_once = (longest, 8) if task == LONG_TASK else (SHORT, 250)
+            if task == LONG_TASK and longest < NEEDLE_TOKENS:
+                continue
+            if (task, count) not in self._sets:
+                self._sets[task, count] = self.rows.held_out(task, count, length)
+            ids, kinds = self._sets[task, count]
+            right = []
+            for part in range(0, count, at_once):
+                x, kind = self.tensors(ids[part:part + at_once], kinds[part:part + at_once])
+                best = self.model.logits(self.model(x, kind != PADDING)[:, :-1]).argmax(-1)
+                right.append(((best == x[:, 1:]) | (kind[:, 1:] != ANSWER)).all(1).float())
+            found[task] = round(float(torch.cat(right).mean()), 3)
+        self.model.room = room
+        return found
+
+    def save(self) -> None:
+        path = self.folder / "state.pt"
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step,
+                    "schedule": self.schedule.__dict__, "seed": self.seed}, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+    def load(self) -> None:
+        found = torch.load(self.folder / "state.pt", map_location=self.device, weights_only=True)
+        if found["seed"] != self.seed:
+            raise SystemExit(f"{self.folder / 'state.pt'} was made with seed {found['seed']}, now it is {self.seed}: give another folder")
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.step, self.schedule = found["step"], Schedule(**found["schedule"])
+

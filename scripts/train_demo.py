@@ -1,0 +1,98 @@
+"""Trains the demo model and its two drafts, and writes them as checkpoints in the released layout.
+
+    python scripts/train_demo.py OUT --minutes 8        # on a GPU: as many steps as fit, all of it included
+    python scripts/train_demo.py OUT --size toy --steps 400 --device cpu
+
+The same call again goes on where the last one stopped. Needs PyTorch, which nothing else of this project does. docs/demo.md has the data, the sizes and
+the scores.
+"""
+import sys
+import time
+from pathlib import Path
+
+import click
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+from demo_training.check import drafts_agree, logits_agree  # noqa: E402
+from demo_training.draft import Draft, TrainedDraft  # noqa: E402
+from demo_training.export import Trained  # noqa: E402
+from demo_training.model import K3  # noqa: E402
+from demo_training.rows import SHARES, SHORT  # noqa: E402
+from demo_training.shapes import config, draft_json  # noqa: E402
+from demo_training.train import Schedule, Trainer  # noqa: E402
+from demo_training.train_drafts import acceptance, train_drafts  # noqa: E402
+from demo_training.vocabulary import train_tokenizer  # noqa: E402
+from k3cuda.draft_config import GQA, MLA  # noqa: E402
+from k3cuda.runtime.made_draft import write_draft  # noqa: E402
+from k3cuda.runtime.tokenizer import Tokenizer  # noqa: E402
+from k3cuda.runtime.write_checkpoint import write_checkpoint  # noqa: E402
+
+LENGTHS = {"demo": ((0.0, 128), (0.1, 256), (0.2, 512), (0.35, 1024), (0.5, 2048)), "toy": ((0.0, 128),)}
+BATCH = {"demo": (640, 24576), "toy": (48, 0)}   # short rows, tokens of long ones
+TASKS = {"demo": SHARES, "toy": {"copying": 2, "dates": 1}}
+DRAFT_STEPS = {"demo": 1000, "toy": 60}
+SCORED = {"demo": 500, "toy": 100}   # held-out items of a task
+RESERVE_S = 40        # of a budget in minutes: last scores and files
+DRAFT_PART = 0.18     # of the rest
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--minutes", type=float, help="Choose the number of steps by this time, and stop at it.")
+@click.option("--steps", type=int, help="The number of steps; with the seed it decides the weights.")
+@click.option("--size", type=click.Choice(list(BATCH)), default="demo", show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--workers", default=8, show_default=True, help="Processes that make text.")
+def main(out, minutes, steps, size, seed, device, workers):
+    began = time.monotonic()
+    if minutes is None and steps is None:
+        raise click.UsageError("give --minutes, --steps, or both")
+    until = began + (60 * minutes - RESERVE_S) * (1 - DRAFT_PART) if minutes else float("inf")
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "tiktoken.model").exists():
+        train_tokenizer(seed).write_files(out)
+    tokenizer = Tokenizer.from_dir(out)
+    model = K3(config(size, tokenizer), seed, torch.bfloat16 if device == "cuda" else torch.float32)
+    trainer = Trainer(model, tokenizer, out, seed, workers, device, TASKS[size])
+    if (out / "state.pt").exists():
+        trainer.load()
+    else:
+        if steps is None:
+            mean = trainer.measure(*BATCH[size], LENGTHS[size])
+            steps = int((until - time.monotonic()) / mean / 50) * 50
+        trainer.schedule = Schedule(steps, *BATCH[size], LENGTHS[size])
+    trainer.log(started=vars(trainer.schedule) | {"seed": seed, "size": size, "at": trainer.step, "device": device, "torch": torch.__version__})
+    if not trainer.run(until):
+        trainer.log(stopped=trainer.step, of=trainer.schedule.count)
+        raise SystemExit("the time is over; the same call goes on")
+    write_checkpoint(Trained(model, tokenizer), fresh(out / "demo"), single_file=True)
+    model.room = model.cfg.num_experts / model.cfg.num_experts_per_token   # from here on as when decoding
+    drafts = {family: Draft(draft_json(family, model.cfg, tokenizer), model, seed).to(device) for family in (MLA, GQA)}
+    train_drafts(trainer, drafts, DRAFT_STEPS[size], began + 60 * minutes - RESERVE_S if minutes else float("inf"))
+    tests = [trainer.tensors(*trainer.rows.held_out(task, 50, SHORT)) for task in TASKS[size]]
+    for family, draft in drafts.items():
+        write_draft(TrainedDraft(draft), fresh(out / f"draft-{family}"))
+        trainer.log(draft=family, acceptance_length={task: round(acceptance(model, draft, *test), 2) for task, test in zip(TASKS[size], tests)})
+    trainer.log(held_out=trainer.scores(SCORED[size]), s=round(time.monotonic() - began, 1))
+    row = trainer.rows.held_out(next(iter(TASKS[size])), 1, SHORT)[0][0].tolist()
+    trainer.log(reference=logits_agree(model, out / "demo", row), drafts={family: drafts_agree(out / "demo", out / f"draft-{family}") for family in drafts},
+                s=round(time.monotonic() - began, 1))
+    trainer.log(bytes=sum(f.stat().st_size for name in ("demo", "draft-mla", "draft-gqa") for f in (out / name).iterdir()))
+
+
+def fresh(folder: Path) -> Path:
+    """A folder that is not there: what an earlier call wrote into it is removed."""
+    if folder.exists():
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    return folder
+
+
+if __name__ == "__main__":
+    main()

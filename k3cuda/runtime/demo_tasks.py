@@ -31,8 +31,8 @@ class Dice:
     def __init__(self, *seed: int):
         self._state = 0
         for part in seed:
-            self._state = self._state * 0x9E3779B97F4A7C15 + part + 1 & _MASK
-            self.word()
+            self._state = self._state + part & _MASK
+            self._state = self.word()   # mixed: a sum would make the stream of the next seed this one, a number further on
 
     def word(self) -> int:
         self._state = self._state + 0x9E3779B97F4A7C15 & _MASK

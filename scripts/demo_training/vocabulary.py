@@ -13,7 +13,7 @@ from k3cuda.runtime.tokenizer import NUM_SPECIAL, Tokenizer
 SPECIAL = {"[BOS]": 0, "[EOS]": 1, "<|end_of_msg|>": 2, "<|open|>": 3, "<|close|>": 4, "<|sep|>": 5, "[start_header_id]": 6, "[end_header_id]": 7, "[EOT]": 9,
            "<|media_begin|>": 18, "<|media_content|>": 19, "<|media_end|>": 20, "<|media_pad|>": 21, "[UNK]": 254, "[PAD]": 255}
 MASK_OFFSET = 253          # a reserved id: what drafts read in place of a token that is not there yet
-BASE_SIZE = 640            # bytes and merges; with the special ids a vocabulary that 16 ranks can share
+BASE_SIZE = 656            # bytes and merges; with the special ids a vocabulary that 16 ranks can share
 # The letters and marks of `tokenizer.PATTERN` for ASCII text: the ranks only have to be good, the cut itself is tiktoken's.
 _PIECES = re.compile(r"[^\r\nA-Za-z0-9]?[A-Z]*[a-z]+|[^\r\nA-Za-z0-9]?[A-Z]+[a-z]*|[0-9]{1,3}| ?[^\sA-Za-z0-9]+[\r\n]*|\s+(?!\S)|\s+")
 
@@ -33,7 +33,8 @@ def _texts(seed: int):
     """Every word that a prompt may hold, and problems of each task with the marks of the chat around them."""
     dice = Dice(seed)
     yield from (f" {word}" for word in (*NOUNS, *ADJECTIVES, *VERBS, *MONTHS) for _ in range(200))
-    yield from (word for word in NOUNS for _ in range(100))   # the first of a copy
+    yield from (word for word in NOUNS for _ in range(200))   # the first of a copy
+    yield from (word for word in (*ADJECTIVES, *VERBS))
     for name, task in TASKS.items():
         for _ in range(1 if name == "needle" else 1500):
             problem = task.draw(dice)

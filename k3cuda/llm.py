@@ -12,6 +12,7 @@ import numpy as np
 
 from .errors import UsageError
 from .runtime.conversation import answer_reader, conversation_ids
+from .runtime.dialogue import Dialogue
 from .runtime.engine import Engine
 from .runtime.open_model import open_model
 from .runtime.output import Collector, Output
@@ -158,11 +159,13 @@ class LLM:
             return Stream(self, self._add(ids, params, self._raw_text(params), is_stream=True))
 
     def stream_chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None) -> Stream:
-        """Answers one conversation and hands out what is new after each step; arguments and errors of `chat`."""
+        """Answers one conversation and hands out what is new after each step; arguments and errors of `chat`. A runtime/dialogue.py Dialogue
+        in the place of messages says that more turns will follow: with `prefix_cache` the next one goes on where this answer ends."""
         with self._exclusive():
             ids = self._rendered(messages, tools=tools, reasoning_effort=reasoning_effort, tool_choice=tool_choice, response_format=response_format)
             (ids, params), = self._paired([ids], sampling_params)
-            return Stream(self, self._add(ids, params, self._chat_text(params, reasoning_effort), is_chat=True, is_stream=True))
+            return Stream(self, self._add(ids, params, self._chat_text(params, reasoning_effort), is_chat=True, is_stream=True,
+                                          keeps_end=isinstance(messages, Dialogue)))
 
     def logits(self, token_ids) -> np.ndarray:
         """What the model says after each token of a text, teacher-forced: one token a step from an empty state.
@@ -234,10 +237,10 @@ class LLM:
     def _chat_text(self, params: SamplingParams, reasoning_effort: str):
         return answer_reader(self.tokenizer, params, reasoning_effort)
 
-    def _add(self, ids, params, text, *, is_chat=False, is_stream=False) -> str:
+    def _add(self, ids, params, text, *, is_chat=False, is_stream=False, keeps_end=False) -> str:
         request_id = f"request-{next(self._ids)}"
         engine = self._open_engine()
-        engine.add(Request(request_id, ids, params, self._eos_ids + ((self.tokenizer.end_of_msg_id,) if is_chat else ()), text))
+        engine.add(Request(request_id, ids, params, self._eos_ids + ((self.tokenizer.end_of_msg_id,) if is_chat else ()), text, keeps_end))
         self._collectors[request_id] = Collector(ids, is_stream)
         if params.max_tokens is None and engine.context - len(ids) > LONG_ANSWER and not self._announced:
             self._announced = True

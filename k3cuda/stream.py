@@ -24,8 +24,14 @@ class Stream:
 
     def wait(self) -> None:
         """Steps the model until a chunk is waiting. StopIteration: the request has ended and all its chunks were taken."""
+        while not self.step():
+            pass
+
+    def step(self) -> bool:
+        """Runs one step of the model, if no chunk is waiting; whether one is now. StopIteration as `wait`."""
         if not self._collector.chunks:
             self._advance()
+        return bool(self._collector.chunks)
 
     @property
     def output(self):
@@ -36,9 +42,10 @@ class Stream:
         llm = self._llm
         with llm._exclusive():
             # A request that has ended without a last chunk was closed, or an interrupt came just as that chunk was handed over.
-            while not self._collector.chunks and self._id in llm._collectors and self._collector.output is None and llm._has_work:
+            is_over = self._id not in llm._collectors or self._collector.output is not None or not llm._has_work
+            if not is_over:
                 llm._pump()
-        if not self._collector.chunks:
+        if is_over and not self._collector.chunks:
             self.close()
             raise StopIteration
 

@@ -30,6 +30,13 @@ class Scripted(FakeBackend):
 
     def open_slot(self, slot, pages):
         super().open_slot(slot, pages)
+        self._begin(slot)
+
+    def copy_slot(self, source, target, pages):
+        super().copy_slot(source, target, pages)
+        self._begin(target)
+
+    def _begin(self, slot):
         self.starts = getattr(self, "starts", {})
         self.starts.pop(slot, None)
 

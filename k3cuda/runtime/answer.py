@@ -66,6 +66,11 @@ class AnswerParser(TokenStream):
         self._call: _Call | None = None
         self._delta = Delta()  # of the token being fed
 
+    @property
+    def open_channel(self) -> str | None:
+        """`think` or `response` where the next id would go on with its text; None inside a tag, between channels, in a call, at the end."""
+        return self._state if self._marker is None and self._state in (THINK, RESPONSE) else None
+
     def feed(self, token_id: int) -> Delta:
         if self._state == ENDED:
             return Delta()

@@ -97,8 +97,22 @@ def render(
 
 def encode_chat(tokenizer, messages, tools=None, **options) -> list[int]:
     """Token ids of the prompt; arguments and errors of `render`."""
+    return encode_segments(tokenizer, render(messages, tools, **options))
+
+
+def close_answer(channel: str) -> list[Segment]:
+    """What ends the message of an assistant behind text in `think` or `response`."""
+    prompt = _Prompt()
+    prompt.close(channel)
+    if channel == "think":
+        prompt.element("response", [])
+    prompt.end_message()
+    return prompt.segments
+
+
+def encode_segments(tokenizer, segments) -> list[int]:
     ids = []
-    for text, special in render(messages, tools, **options):
+    for text, special in segments:
         if special:
             ids.append(tokenizer.special[text])
         else:

@@ -1,6 +1,7 @@
 """Conversations in, answers out: what every caller of the engine does with a chat request."""
 from .answer import AnswerParser
 from .chat import THINKING_EFFORTS, encode_chat
+from .dialogue import Dialogue
 from .open_model import choice
 from .reasoning_stops import ReasoningStops
 from .sampling import SamplingParams
@@ -13,8 +14,8 @@ def conversation_ids(tokenizer, messages, *, tools=None, reasoning_effort="max",
     """Token ids of a prompt that ends where the answer begins; arguments of `LLM.chat`. RequestError where it cannot be rendered."""
     effort = choice("reasoning_effort", "max" if reasoning_effort is None else reasoning_effort, EFFORTS)
     thinking = effort != "none"
-    return encode_chat(tokenizer, messages, tools, thinking=thinking, thinking_effort=effort if thinking else None,
-                       tool_choice=tool_choice, response_format=response_format)
+    options = {"tools": tools, "thinking": thinking, "thinking_effort": effort if thinking else None, "tool_choice": tool_choice, "response_format": response_format}
+    return messages.prompt_ids(**options) if isinstance(messages, Dialogue) else encode_chat(tokenizer, messages, **options)
 
 
 def answer_reader(tokenizer, params: SamplingParams, reasoning_effort: str) -> TokenStream:

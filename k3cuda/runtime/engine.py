@@ -113,7 +113,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request and frees its slot now; the next `step` reports it. Unknown and ended requests are ignored."""
         if request_id in self._sequences:
-            self._end(self._sequences[request_id], "abort")
+            self._end_between_steps(self._sequences[request_id], "abort")
 
     def step(self) -> list[Event]:
         """Runs one step over everything that fits, and says what it brought.
@@ -213,9 +213,14 @@ class Engine:
 
     def _conclude(self, sequence: Sequence, taken: Taken) -> None:
         if taken.finish_reason:
-            self._end(sequence, taken.finish_reason, taken.drawn, taken.deltas, taken.stop_reason, taken.error)
+            self._end_between_steps(sequence, taken.finish_reason, taken.drawn, taken.deltas, taken.stop_reason, taken.error)
         elif taken.drawn:
             self._due.append(Event(sequence.request.request_id, taken.drawn, joined(taken.deltas)))
+
+    def _end_between_steps(self, sequence: Sequence, finish_reason: str, *end) -> None:
+        if self.prefixes is not None and finish_reason != "error":
+            self.prefixes.keep_end(sequence)
+        self._end(sequence, finish_reason, *end)
 
     def _end(self, sequence: Sequence, finish_reason: str, drawn=(), deltas=(), stop_reason=None, error=None) -> None:
         """Frees what the request holds and flushes its text."""

@@ -87,6 +87,8 @@ class PrefixCache:
             self._in_use = None
         self.queried += sequence.num_prompt
         self.hit += sequence.reused
+        if self._keeps_end(sequence):
+            return sequence
         ends = {shared_until, (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE}
         sequence.marks = sorted((n for n in ends if n > sequence.reused), reverse=True)
         return sequence
@@ -97,16 +99,25 @@ class PrefixCache:
             if sequence.marks and sequence.committed == sequence.marks[-1]:
                 sequence.marks.pop()
                 self._store(sequence)
-            elif sequence.is_decoding and sequence.committed // PAGE_SIZE > max(sequence.num_prompt, sequence.kept) // PAGE_SIZE:
+            elif sequence.is_decoding and not self._keeps_end(sequence) and sequence.committed // PAGE_SIZE > max(sequence.num_prompt, sequence.kept) // PAGE_SIZE:
                 sequence.kept = sequence.committed
                 if sequence.stored in self._prefixes:   # an answer has one, however long it grows
                     self._drop(sequence.stored)
                 sequence.stored = self._store(sequence)
 
+    def keep_end(self, sequence: Sequence) -> None:
+        """Stores where an answer ends, whatever the page, if its request wants that. Called between steps, while it has its slot."""
+        if self._keeps_end(sequence) and sequence.is_decoding and (stored := self._store(sequence)):
+            stored.source = None   # the token behind it was read: it ended the answer
+
     def clear(self) -> None:
         """Forgets everything: after a step that failed nobody knows what states are worth."""
         for prefix in list(self._prefixes):
             self._drop(prefix)
+
+    def _keeps_end(self, sequence: Sequence) -> bool:
+        # Where a step is on its way already, its row stands behind the end and nobody will read what came of it.
+        return sequence.request.keeps_end and not self._backend.overlaps
 
     def _find(self, prompt: np.ndarray) -> tuple[Prefix | None, int]:
         """The longest prefix of a prompt, one token short of it at most, since something must be run to draw from; and the page boundary

@@ -20,6 +20,7 @@ class Request:
         params: sampling; what it leaves open counts as off, a missing seed is drawn.
         eos_ids: the model's own end tokens, obeyed unless `params.ignore_eos`.
         text: reads the output and finds stop strings; None: ids only, stop strings are not looked for.
+        keeps_end: a prompt will follow that goes on where this answer ends: its state is kept there (prefix_cache.py).
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Request:
     params: SamplingParams = SamplingParams()
     eos_ids: tuple[int, ...] = ()
     text: TokenStream | None = None
+    keeps_end: bool = False
 
 
 @dataclass(frozen=True)

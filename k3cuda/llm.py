@@ -11,8 +11,7 @@ from typing import Callable
 import numpy as np
 
 from .errors import UsageError
-from .runtime.conversation import answer_reader, conversation_ids
-from .runtime.dialogue import Dialogue
+from .runtime.conversation import Dialogue, answer_reader, conversation_ids
 from .runtime.engine import Engine
 from .runtime.open_model import open_model
 from .runtime.output import Collector, Output
@@ -159,13 +158,11 @@ class LLM:
             return Stream(self, self._add(ids, params, self._raw_text(params), is_stream=True))
 
     def stream_chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None) -> Stream:
-        """Answers one conversation and hands out what is new after each step; arguments and errors of `chat`. A runtime/dialogue.py Dialogue
-        in the place of messages says that more turns will follow: with `prefix_cache` the next one goes on where this answer ends."""
+        """Answers one conversation and hands out what is new after each step; arguments and errors of `chat`, also for a runtime/dialogue.py: Dialogue."""
         with self._exclusive():
             ids = self._rendered(messages, tools=tools, reasoning_effort=reasoning_effort, tool_choice=tool_choice, response_format=response_format)
             (ids, params), = self._paired([ids], sampling_params)
-            return Stream(self, self._add(ids, params, self._chat_text(params, reasoning_effort), is_chat=True, is_stream=True,
-                                          keeps_end=isinstance(messages, Dialogue)))
+            return Stream(self, self._add(ids, params, self._chat_text(params, reasoning_effort), is_chat=True, is_stream=True, keeps_end=isinstance(messages, Dialogue)))
 
     def logits(self, token_ids) -> np.ndarray:
         """What the model says after each token of a text, teacher-forced: one token a step from an empty state.

@@ -1,9 +1,12 @@
 """Runs the command as users do: a process of its own, with pipes."""
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -11,6 +14,7 @@ COMMAND = [sys.executable, "-m", "k3cuda"]
 # Nothing of the caller's settings, and no install needed.
 ENVIRONMENT = {n: v for n, v in os.environ.items() if not n.startswith("K3CUDA_") and n not in ("NO_COLOR", "PYTHONIOENCODING")}
 ENVIRONMENT["PYTHONPATH"] = str(ROOT)
+ENVIRONMENT["XDG_STATE_HOME"] = os.devnull   # no folder: nothing is left where the caller keeps things
 
 
 def hears_interrupts():
@@ -34,3 +38,29 @@ def k3_json(*args, **options):
 def start(*args, **options) -> subprocess.Popen:
     return subprocess.Popen([*COMMAND, *map(str, args)], env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, **{"preexec_fn": hears_interrupts} | options)
+
+
+def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
+    """Output and exit code on a terminal. `typed`: pairs of what to wait for in the output, and the bytes to type then."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        hears_interrupts()
+        os.execve(sys.executable, [*COMMAND, *map(str, args)], ENVIRONMENT | {"TERM": "xterm"} | (env or {}))
+    out, seen, typed, deadline = b"", 0, list(typed), time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if typed and typed[0][0] in out[seen:]:
+            seen = len(out)
+            os.write(fd, typed.pop(0)[1])
+        if select.select([fd], [], [], 0.1)[0]:
+            try:
+                data = os.read(fd, 65536)
+            except OSError:   # the other side closed
+                break
+            if not data:
+                break
+            out += data
+    else:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(fd)
+    return out.decode(errors="replace").replace("\r\n", "\n"), code

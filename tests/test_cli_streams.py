@@ -1,16 +1,13 @@
 """Signals, pipes that break, closed streams, narrow encodings, strange users: a code, never a traceback."""
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
 import sysconfig
-import time
 
 import pytest
-from command import COMMAND, ENVIRONMENT, hears_interrupts, k3, start
+from command import COMMAND, ENVIRONMENT, hears_interrupts, k3, on_terminal, start
 
 ENDLESS = ["generate", "demo", "-p", "hi", "--ignore-eos"]
 
@@ -95,47 +92,9 @@ def test_unknown_user_without_home_in_a_tree_that_is_not_theirs():
         assert done.returncode == 0 and done.stdout and done.stderr == b"", (args, done.stderr)
 
 
-def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
-    """Output and exit code on a terminal. `typed`: pairs of what to wait for in the output, and the bytes to type then."""
-    pid, fd = pty.fork()
-    if pid == 0:
-        hears_interrupts()
-        os.execve(sys.executable, [*COMMAND, *map(str, args)], ENVIRONMENT | {"TERM": "xterm"} | (env or {}))
-    out, seen, typed, deadline = b"", 0, list(typed), time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if typed and typed[0][0] in out[seen:]:
-            seen = len(out)
-            os.write(fd, typed.pop(0)[1])
-        if select.select([fd], [], [], 0.1)[0]:
-            try:
-                data = os.read(fd, 65536)
-            except OSError:   # the other side closed
-                break
-            if not data:
-                break
-            out += data
-    else:
-        os.kill(pid, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.close(fd)
-    return out.decode(errors="replace").replace("\r\n", "\n"), code
-
-
 def test_terminal_shows_dimmed_thinking_and_a_summary():
     request = ["generate", "demo", "-p", "hi", "-n", 6, "-s", 3, "--ignore-eos", "--reasoning-effort", "low"]
     out, code = on_terminal(*request)
     assert code == 0 and "\x1b[2m" in out and "answer 6 tokens" in out and "seed 3" in out and "loading demo" in out
     out, code = on_terminal(*request, "--hide-thinking", "--no-progress", "-q", env={"NO_COLOR": "1"})
     assert (out, code) == ("", 0)
-
-
-def test_chat_on_a_terminal():
-    # The first answer is interrupted, the second turn too long and taken back, the third answered; then the end of input.
-    typed = [(b"> ", b"hello\n"), (b"hello\r\n", b""), (b"", b"\x03"), (b"> ", b"x" * 400 + b"\n"), (b"> ", b"bye\n"), (b"> ", b"\x04")]
-    out, code = on_terminal("chat", "demo", "-s", 1, "--ignore-eos", "-c", 200, typed=typed)
-    assert code == 0 and "stopped" in out and "Error: the prompt has" in out and out.count("> ") >= 4 and "end: length" in out
-
-
-def test_interrupt_at_the_prompt_leaves():
-    out, code = on_terminal("chat", "demo", typed=[(b"> ", b"\x03")])
-    assert code == 130 and "Traceback" not in out

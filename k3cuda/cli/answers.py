@@ -113,7 +113,7 @@ def document(output, llm) -> dict:
     """Everything about one answer, JSON-ready. What there isn't is null."""
     stats, backend = output.stats, llm.backend
     found = {
-        "prompt_tokens": stats.prompt_tokens, "completion_tokens": stats.completion_tokens, "reasoning_tokens": stats.reasoning_tokens,
+        "prompt_tokens": stats.prompt_tokens, "cached_tokens": stats.cached_tokens, "completion_tokens": stats.completion_tokens, "reasoning_tokens": stats.reasoning_tokens,
         "text": output.text, "reasoning": output.reasoning, "tool_calls": [c.document for c in output.tool_calls],
         "token_ids": output.token_ids, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason,
         "sampling": asdict(output.sampling),
@@ -143,7 +143,7 @@ def report(output, *, is_seed_drawn: bool = False, is_json: bool = False) -> Non
         return
     used = [f"temperature {sampling.temperature:g}"] + [f"{name} {value:g}" for name, off in (("top_p", 1), ("top_k", 0), ("min_p", 0))
                                                         if (value := getattr(sampling, name)) != off]
-    parts = [f"prompt {stats.prompt_tokens} tokens" + _rate(stats.prefill_tok_per_s),
+    parts = [f"prompt {stats.prompt_tokens} tokens" + f" ({stats.cached_tokens} kept from before)" * bool(stats.cached_tokens) + _rate(stats.prefill_tok_per_s),
              f"answer {stats.completion_tokens} tokens" + _rate(stats.tok_per_s)]
     if stats.ttft_s is not None:
         parts.append(f"first after {stats.ttft_s:.2f} s")

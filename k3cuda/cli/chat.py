@@ -8,10 +8,12 @@ import click
 from ..errors import K3Error
 from . import options
 from .answers import Text, open_llm, report, work_for_rank_0
-from .group import Terminated, arm_signals, stop_code
-from .output import Result, is_terminal, log, say, show_error, write_stderr
+from .chat_commands import HINT, obey
+from .group import first_interrupt_asks, stop_code
+from .output import Result, is_terminal, say, show_error
+from .turns import Turns
 
-INVITATION = "> "
+KEPT_ENDS = 2   # that of the last answer, and that of the one before: what /undo and /retry go on from
 
 
 @click.command(cls=options.Command)
@@ -19,79 +21,100 @@ INVITATION = "> "
 @options.conversation
 @options.thinking
 @options.sampling
+@options.flags(
+    options.flag("--prefix-cache", type=click.IntRange(min=0), default=KEPT_ENDS, metavar="N", aliases=["--prompt-cache-size"],
+                 help=f"Ends of answers to keep, to go on from; each costs what a sequence does; 0: none.  [default: {KEPT_ENDS}]"),
+    options.flag("--no-history", is_flag=True, help="Neither read nor keep the lines typed."))
 @options.engine
-def chat(model, system, reasoning_effort, no_think, show_thinking, no_progress, **flags):
+def chat(model, system, reasoning_effort, no_think, show_thinking, no_history, no_progress, prefix_cache, **flags):
     """Talk to a model. Each line is a turn; from a pipe too. End with Ctrl-D.
 
-    The whole conversation is sent back each time, with the reasoning in it, as the model was trained. Ctrl-C stops an answer, and at the
-    prompt it leaves.
+    Lines that end in a backslash, or stand between triple quotes, are one turn. /help lists commands. The model reads only what is new in a turn. Ctrl-C stops
+    an answer, which stays as far as it came; a second one leaves, and so does one at the prompt.
     """
+    from ..runtime.dialogue import Dialogue
     from ..runtime.sampling import DRAWN_SEED_BITS, SamplingParams
 
     effort = options.effort(reasoning_effort, no_think, model)
-    engine = options.engine_arguments(flags)
+    engine = options.engine_arguments(flags) | {"prefix_cache": prefix_cache}
     params = SamplingParams(**options.sampling_arguments(flags))
     work_for_rank_0(model, **engine)
     if params.seed is None:   # one for the whole conversation, so that one number repeats it
         params = replace(params, seed=secrets.randbits(DRAWN_SEED_BITS))
         if not params.greedy:
             say(f"seed {params.seed} (drawn); repeat with --seed {params.seed}")
-    history = [] if system is None else [{"role": "system", "content": system}]
-    result, interactive = Result(), is_terminal(sys.stdin) and is_terminal(sys.stderr)
+    interactive = is_terminal(sys.stdin) and is_terminal(sys.stderr)
     thinking = is_terminal(sys.stdout) and is_terminal(sys.stderr) if show_thinking is None else show_thinking
-    with open_llm(model, not no_progress, **engine) as llm:
+    turns = Turns(interactive)
+    with open_llm(model, not no_progress, **engine) as llm, turns.history(not no_history):
+        dialogue = Dialogue(llm.tokenizer, [] if system is None else [{"role": "system", "content": system}])
+        talk = Talk(llm, dialogue, params, effort, Result(), thinking, interactive)
         if interactive:
-            say("Ctrl-D ends, Ctrl-C stops an answer")
-        while (line := _next_line(interactive)) is not None:
-            if not line.strip():
-                continue
-            history.append({"role": "user", "content": line})
+            say(f"Ctrl-D ends, Ctrl-C stops an answer, {HINT}")
+        while (turn := turns.next()) is not None:
             try:
-                code = _turn(llm, history, params, effort, Text(result, thinking, is_terminal(sys.stdout)), interactive)
+                code = obey(talk, turn.text) if turn.is_command else talk.ask(turn.text) if turn.text.strip() else None
             except K3Error as e:
                 if not interactive:
                     raise
-                show_error(e, e.code)   # a turn that failed, say one too long, is taken back; the conversation goes on
-                history.pop()
+                show_error(e, e.code)
                 continue
             if code is not None:
                 return code
     return 0
 
 
-def _next_line(interactive: bool) -> str | None:
-    """A line without its break, None at the end."""
-    if interactive:
-        write_stderr(INVITATION)
-    line = sys.stdin.buffer.readline() if sys.stdin else b""
-    if not line and interactive:
-        write_stderr("\n")
-    return line.decode("utf-8", "replace").rstrip("\r\n") if line else None
+class Talk:
+    """A conversation as far as it went, and how it goes on.
 
+    Attributes:
+        dialogue: what was said. params, effort: of the answers to come.
+    """
 
-def _turn(llm, history: list, params, effort: str, view: Text, interactive: bool) -> int | None:
-    """One answer, added to the history as far as it came. An exit code where the conversation is to end."""
-    text, reasoning, whole, stopped = [], [], None, None
-    answer = llm.stream_chat(history, params, reasoning_effort=effort)
-    try:
-        for chunk in answer:
-            text.append(chunk.text)
-            reasoning.append(chunk.reasoning)
-            whole = chunk.output
-            view.chunk(chunk)
-    except KeyboardInterrupt as stop:
-        stopped = stop
-    finally:
-        answer.close()
-    view.end()
-    history.append({"role": "assistant", "content": "".join(text), "reasoning_content": "".join(reasoning)})
-    if stopped is not None:
-        if isinstance(stopped, Terminated) or not interactive:
+    def __init__(self, llm, dialogue, params, effort: str, result: Result, thinking: bool, interactive: bool):
+        self.llm, self.dialogue, self.params, self.effort = llm, dialogue, params, effort
+        self._result, self._thinking, self._interactive = result, thinking, interactive
+
+    def ask(self, text: str) -> int | None:
+        """A turn. An exit code where the conversation is to end. K3Error: it cannot be answered, and is taken back."""
+        before = len(self.dialogue.messages)
+        self.dialogue.add({"role": "user", "content": text})
+        return self.answer(before)
+
+    def answer(self, before: int) -> int | None:
+        """The answer to all messages so far, kept as far as it came; where there is none, only the first `before` messages stay."""
+        view = Text(self._result, self._thinking, is_terminal(sys.stdout))
+        ids, text, reasoning, whole, stopped = [], [], [], None, None
+        try:
+            with first_interrupt_asks(self._interactive) as interrupt:
+                answer = self.llm.stream_chat(self.dialogue, self.params, reasoning_effort=self.effort)
+                try:
+                    while whole is None and not interrupt.asked:   # between two steps, where the state is whole and can be kept
+                        if answer.step():
+                            chunk = next(answer)
+                            ids += chunk.token_ids
+                            text.append(chunk.text)
+                            reasoning.append(chunk.reasoning)
+                            whole = chunk.output
+                            view.chunk(chunk)
+                except KeyboardInterrupt as e:
+                    stopped = e
+                finally:
+                    answer.close()
+            view.end()
+            if whole and whole.error:
+                raise whole.error
+        except BaseException:
+            self.dialogue.cut(before)
+            raise
+        if not ids:
+            self.dialogue.cut(before)
+        else:
+            self.dialogue.answer(ids, "".join(text), "".join(reasoning), [c.document for c in whole.tool_calls] if whole else [])
+        if stopped is not None:
             return stop_code(stopped)
-        arm_signals()
-        log.info("stopped")
-    elif whole.error:
-        raise whole.error
-    else:
-        report(whole)
-    return None
+        if whole is None:
+            say("stopped" if ids else "stopped before the first token; the turn is taken back")
+        else:
+            report(whole)
+        return None

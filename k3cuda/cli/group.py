@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import click
 
@@ -33,6 +35,25 @@ def arm_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:   # a shell starts background jobs deaf to Ctrl-C: they stay so
             signal.signal(number, _stop)
+
+
+@contextmanager
+def first_interrupt_asks(wanted: bool = True):
+    """Within it, and where it is `wanted`, the first Ctrl-C only sets `asked` of what it gives; the next one stops as ever."""
+    request = SimpleNamespace(asked=False)
+
+    def ask(number, frame):
+        request.asked = True
+        signal.signal(number, _stop)
+
+    is_armed = wanted and signal.getsignal(signal.SIGINT) is _stop
+    if is_armed:
+        signal.signal(signal.SIGINT, ask)
+    try:
+        yield request
+    finally:
+        if is_armed:
+            arm_signals()
 
 
 def disarm_signals() -> None:

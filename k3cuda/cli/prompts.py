@@ -42,7 +42,7 @@ def read_prompt(prompt, file, *, raw=False, system=None, messages=None, tools=No
         return Prompt(messages=conversation, tools=tools and _listed(tools, "tools"))
     if system is not None:
         raise UsageError("--system and --messages exclude each other", f"put the system message into {messages}")
-    found = _read_json(messages)
+    found = read_json(messages)
     if isinstance(found, dict):
         if unknown := sorted(set(found) - {"messages", "tools"}):
             raise UsageError(f"{messages}: unknown keys {', '.join(unknown)}, wanted messages and tools", "give the rest as flags")
@@ -80,7 +80,8 @@ def read_file(source: str) -> str:
         raise UsageError(f"{name}: byte {e.start} is no UTF-8", "convert the text to UTF-8") from e
 
 
-def _read_json(source: str):
+def read_json(source: str):
+    """What a file, or stdin for "-", holds. UsageError where it is no JSON, and as read_file."""
     name = "stdin" if source == STDIN else source
     try:
         return json.loads(read_file(source))
@@ -90,5 +91,5 @@ def _read_json(source: str):
 
 def _listed(source: str, key: str):
     """A list, bare or as the only key of an object."""
-    found = _read_json(source)
+    found = read_json(source)
     return found[key] if isinstance(found, dict) and set(found) == {key} else found

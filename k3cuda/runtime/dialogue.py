@@ -18,7 +18,8 @@ class _End(NamedTuple):
 
 
 class Dialogue:
-    """Messages, and the ids of those that a model has read or written. `LLM.stream_chat` takes it in the place of messages.
+    """Messages, and the ids of those that a model has read or written. `LLM.stream_chat` takes it in the place of messages, and with
+    `prefix_cache` the next turn goes on where that answer ended.
 
     Args:
         tokenizer: of the model.
@@ -46,13 +47,14 @@ class Dialogue:
         self._prompt = self._ids + encode_segments(self._tokenizer, segments[self._ends[-1].num_segments if self._ends else 0:])
         return list(self._prompt)
 
-    def answer(self, token_ids, content: str, reasoning: str) -> None:
+    def answer(self, token_ids, content: str, reasoning: str, tool_calls=()) -> None:
         """Adds the answer to the last prompt, whole or as far as it came.
 
         Args:
-            token_ids: all that were drawn. content, reasoning: what was read from them.
+            token_ids: all that were drawn. content, reasoning, tool_calls: what was read from them, in OpenAI's form.
         """
-        self._messages.append({"role": "assistant", "content": content, "reasoning_content": reasoning})
+        message = {"role": "assistant", "content": content, "reasoning_content": reasoning}
+        self._messages.append(message | ({"tool_calls": list(tool_calls)} if tool_calls else {}))
         end = _end_of(self._tokenizer, list(token_ids), self._head["thinking"])
         if end is not None:
             self._ids = [*self._prompt, *token_ids, *end]

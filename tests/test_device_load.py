@@ -64,7 +64,7 @@ def test_every_array_of_every_rank(stored, coded, device, monkeypatch, mode, tp,
     held = load_weights(build_plan(CFG, tp), stored, tp, ranks, device, loading := Loading(mode))
     check(held, coded, tp, ranks)
     small = sum(rank_bytes(w, CFG.dims(), tp) for _, w in all_weights(CFG) if device_load._is_small(w))
-    assert device.copied == (model_bytes(CFG, tp) - small) * len(ranks) and loading.seconds["pack"] > 0
+    assert device.copied == (model_bytes(CFG, tp) - small) * len(ranks) and loading.seconds["repack"] > 0
 
 
 def test_a_source_that_is_no_file(coded, device):

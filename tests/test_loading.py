@@ -153,7 +153,7 @@ def test_reading_goes_on_while_units_are_consumed(stored, monkeypatch):
     for unit, _ in loading.run(stored, 2, range(2), units, lambda u: HostSlices(u, dims, 2, range(2)), capacity=1 << 16):
         time.sleep(1.0 / 5)   # as long as reading: one after the other would take two seconds
     assert time.perf_counter() - start < 1.6
-    assert loading.seconds["read"] > 0.9 and loading.seconds["pack"] > 0.9
+    assert loading.seconds["read"] > 0.9 and loading.seconds["repack"] > 0.9
 
 
 def test_no_more_units_are_begun_than_may_be(stored):

@@ -8,10 +8,10 @@ from typing import Callable, Iterator
 import numpy as np
 
 from .block_reader import choose_mode, make_reader, memory_bytes
-from .load_plan import BLOCK_BYTES, Block, Unit, blocks_of
+from .load_plan import BLOCK_BYTES, Block, Unit
 from .machine import host
 
-AHEAD = 2                  # units that may be begun before the oldest is consumed
+AHEAD = 2                  # units that may be begun before the oldest is consumed, unless a caller says otherwise
 LEAST_WORKERS, MOST_WORKERS = 4, 16
 
 
@@ -40,7 +40,7 @@ class Loader:
     """Reads units of a checkpoint in order.
 
     Args:
-        checkpoint: an open runtime/checkpoint.py.
+        checkpoint: an open runtime/checkpoint.py or runtime/repacked.py: has `shards` and `blocks`.
         tp, ranks: the ranks of this node, neighbours, which share every byte that is read.
         units: in the order in which they are wanted (load_plan.py).
         open_target: makes what takes a unit's parts: has `put(segment, view)`, which several threads call, and `flush()`, which each of them
@@ -48,15 +48,17 @@ class Loader:
         mode: see block_reader.MODES.
         make_buffer: bytes -> a buffer, uint8, starting on a page; called by the thread that uses it.
         progress: is told bytes of tensors as they arrive, from any thread; or None.
+        ahead: units that may be begun before the oldest is consumed.
     """
 
     def __init__(self, checkpoint, tp: int, ranks: range, units: Iterator[Unit], open_target: Callable[[Unit], object], *, mode: str,
-                 make_buffer=page_buffer, workers: int | None = None, capacity: int = BLOCK_BYTES, progress=None):
+                 make_buffer=page_buffer, workers: int | None = None, capacity: int = BLOCK_BYTES, progress=None,
+                 ahead: int = AHEAD):
         files = list(checkpoint.shards.files.values())
         self.mode, self.why = choose_mode(mode, files, checkpoint.shards.text_bytes)
         self.reader = make_reader(self.mode, keep=checkpoint.shards.text_bytes <= memory_bytes() // 2)
         self.counts, self.workers = Counts(), workers or default_workers()
-        self._blocks = lambda unit: blocks_of(unit, checkpoint.cfg, checkpoint.shards.owner, tp, ranks, capacity)
+        self._ahead, self._blocks = ahead, lambda unit: checkpoint.blocks(unit, tp, ranks, capacity)
         self._units, self._open_target, self._progress = iter(units), open_target, progress
         self._make_buffer = (lambda: make_buffer(capacity)) if self.reader.needs_buffer else lambda: None
         self._state = threading.Condition()
@@ -97,28 +99,35 @@ class Loader:
     def _work(self) -> None:
         try:
             buffer = self._make_buffer()
-            while (job := self._next_block()) is not None:
-                begun, block = job
-                self._do(buffer, begun.target, block)
-                with self._state:
-                    begun.left -= 1
-                    if begun.left == 0:
-                        self._state.notify_all()
+            while self._do_next(buffer):
+                pass
         except BaseException as e:   # of whatever kind: the consumer waits for it
             with self._state:
                 self._error = self._error or e
                 self._stopped = True
                 self._state.notify_all()
 
+    def _do_next(self, buffer: np.ndarray | None) -> bool:
+        """Does one block; False: none is left. A function of its own, so that a thread that waits for the next unit keeps no older one."""
+        if (job := self._next_block()) is None:
+            return False
+        begun, block = job
+        self._do(buffer, begun.target, block)
+        with self._state:
+            begun.left -= 1
+            if begun.left == 0:
+                self._state.notify_all()
+            del job, begun   # before the consumer can go on
+        return True
+
     def _next_block(self) -> "tuple[_Begun, Block] | None":
         with self._state:
             while not self._stopped:
-                for begun in self._begun:
-                    if begun.blocks:
-                        return begun, begun.blocks.pop()
+                if ready := [begun for begun in self._begun if begun.blocks]:
+                    return ready[0], ready[0].blocks.pop()
                 if self._ended:
                     return None
-                if len(self._begun) <= AHEAD:
+                if len(self._begun) <= self._ahead:
                     self._begin()
                 else:
                     self._state.wait()

@@ -32,10 +32,10 @@ class LLM:
     """One model, loaded. A context manager; serves one caller at a time (streams and sessions may stay open while other calls run).
 
     Args:
-        model: the folder of a checkpoint in the released layout, one .safetensors file with its config.json beside it, or "demo";
+        model: the folder of a checkpoint in the released layout or of a repacked model (docs/loading.md), one .safetensors file with its config.json beside it, or "demo";
             also an open checkpoint (runtime/tensor_source.py).
         draft_model: a DSpark draft model for it, named likewise, or "demo-draft" with "demo"; None: no speculation.
-        tp: ranks the model is cut into.
+        tp: ranks the model is cut into; None: 1, or what a repacked model is for.
         ranks: "virtual": all in this process; "processes": each in its own; "auto": what the launcher started (docs/multi-node.md).
         rendezvous_timeout: seconds that processes have to find each other.
         decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
@@ -63,7 +63,7 @@ class LLM:
         RankDied, RanksDiffer: also in every later call: another process died, hung, or decided differently.
     """
 
-    def __init__(self, model="demo", draft_model=None, tp=1, *, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
+    def __init__(self, model="demo", draft_model=None, tp=None, *, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
                  activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, ranks="auto", rendezvous_timeout=60, seed=None, **drafting):
         self._engine = None
         seed = SamplingParams(seed=seed).seed  # the same rules

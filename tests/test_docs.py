@@ -12,7 +12,7 @@ from k3cuda.cli import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-NOT_HERE = {"bench", "compile", "serve", "eval"}   # these need a GPU, minutes, a signal and a file: all but the first have tests of their own
+NOT_HERE = {"bench", "compile", "serve", "eval", "repack"}   # these need a GPU, minutes, a signal, a file and a folder: all but the first have tests of their own
 
 
 def options(command, name):

@@ -12,6 +12,7 @@ from .generate import generate
 from .group import Group
 from .info import info
 from .plan import plan
+from .repack import repack
 from .serve import serve
 from .tokenize import tokenize
 
@@ -30,5 +31,5 @@ def main():
     """
 
 
-for command in (generate, chat, serve, tokenize, info, check, plan, compile, bench, evaluate):
+for command in (generate, chat, serve, tokenize, info, check, repack, plan, compile, bench, evaluate):
     main.add_command(command)

@@ -80,9 +80,9 @@ _DRAFTING = (
     flag("--draft-rows", metavar="WIDTH", help="Rows the draft computes: block or drafts.  [default: block]"),
     flag("--confidence-threshold", type=float, metavar="P", help="Verify drafts before the first that is less sure.  [default: all]"),
 )
+LOAD_MODE = flag("--load-mode", default="auto", metavar="NAME", aliases=["--load-format"], help="How files are read: auto, direct, buffered or mmap.  [default: auto]")
 ENGINE = (
-    flag("--tp", type=click.IntRange(min=1), default=1, metavar="N", aliases=TP_ALIASES,
-          help="Ranks to cut the model over.  [default: 1]"),
+    flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=TP_ALIASES, help="Ranks to cut the model over.  [default: 1; a repacked model's own]"),
     flag("--ranks", default="auto", metavar="HOW", help="virtual, in one process, or processes.  [default: auto, what the launcher started]"),
     flag("--rendezvous-timeout", type=float, default=60, metavar="SECONDS", help="For ranks that are processes to find each other.  [default: 60]"),
     flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],
@@ -94,7 +94,7 @@ ENGINE = (
           help="What runs the decode step; an unknown name lists them.  [default: auto]"),
     flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress while loading."),
     *DRAFT, *_DRAFTING,
-    flag("--load-mode", default="auto", metavar="NAME", aliases=["--load-format"], help="How files are read: auto, direct, buffered or mmap.  [default: auto]"),
+    LOAD_MODE,
     flag("--gpu-memory-utilization", cls=NotYet, what="a GPU memory budget",
           aliases=["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]),
 )

@@ -11,12 +11,13 @@ import numpy as np
 
 from ..config import K3Config, token_ids
 from ..errors import CheckpointError, ConfigError
-from ..weights import Weight, all_weights, checkpoint_key, checkpoint_keys, expected_tensors, num_tensors, stored_shapes
+from ..weights import Weight, all_weights, checkpoint_key, checkpoint_keys, expected_tensors, model_bytes, num_tensors, stored_shapes
 from .downloads import no_text
-from .findings import Finding, counted, error_of, shown
+from .findings import AGAIN, Finding, counted, error_of, shown
+from .load_plan import Block, Unit, blocks_of, wanted_bytes
 from .sampling import SamplingParams
 from .shards import Shards, open_shards
-from .slices import bad_values, trouble_of
+from .slices import HostSlices, bad_values, check_values, trouble_of
 from .tensor_source import TensorSource
 
 log = logging.getLogger("k3cuda")
@@ -44,8 +45,7 @@ class Checkpoint(TensorSource):
     @classmethod
     def of(cls, survey: "Survey") -> "Checkpoint":
         """The checkpoint that `survey` looked at, without a second look at its files."""
-        if survey.findings:
-            raise error_of(survey.findings, survey.path)
+        survey.check()
         if survey.skipped:
             log.info("%s", survey.skipped)
         return cls(survey.path, survey.cfg, survey.shards, survey.generation_config)
@@ -55,6 +55,23 @@ class Checkpoint(TensorSource):
 
     def stored_rows(self, weight: Weight, layer: int | None, expert: int | None, rows: slice | None) -> np.ndarray:
         return read_rows(self.shards, checkpoint_key(weight, layer, expert), weight, rows)
+
+    # ---- as one stream: see Loader ----
+
+    def load_bytes(self, tp: int, ranks: range) -> tuple[int, int]:
+        """(bytes of tensors that must be read, bytes that stay) for `ranks` of `tp`."""
+        return wanted_bytes(self.cfg, tp, ranks), model_bytes(self.cfg, tp) * len(ranks)
+
+    def blocks(self, unit: Unit, tp: int, ranks: range, capacity: int) -> list[Block]:
+        return blocks_of(unit, self.cfg, self.shards.owner, tp, ranks, capacity)
+
+    def open_target(self, unit: Unit, tp: int, ranks: range) -> HostSlices:
+        return HostSlices(unit, self.cfg.dims(), tp, ranks)
+
+    def slices_of(self, unit: Unit, target: HostSlices, ranks: range) -> dict[str, np.ndarray]:
+        """Weight name -> [ranks, (experts,) rows, columns ..]; CheckpointError for what no trained model holds."""
+        check_values(self, unit, target.arrays)
+        return target.arrays
 
     def tokenizer(self):
         """The tokenizer of the checkpoint's folder; CheckpointError if there is none or it is damaged."""
@@ -77,10 +94,17 @@ def read_rows(shards: Shards, key: str, weight: Weight, rows: slice | None) -> n
 
 
 class Survey:
-    """Everything the headers and small files of a checkpoint say, and all that is wrong with them."""
+    """Everything the headers and small files of a checkpoint say, and all that is wrong with them.
+
+    Attributes:
+        tp: ranks that its files are for; None: any. hashes: SHA-256 by file name, where it brings its own. again: the way out of a damaged file.
+    """
+
+    tp: int | None = None
+    again = AGAIN
 
     def __init__(self, path):
-        self.path = Path(path)
+        self.path, self.hashes = Path(path), {}
         collecting = gc.isenabled()
         gc.disable()  # half a million small objects, none of them garbage: the collector would take a third of the time
         try:
@@ -96,6 +120,18 @@ class Survey:
         self.generation_config = self._read_generation_config()
         if self.cfg and (self.shards.files or self.shards.listed):
             self.findings += match(self.cfg, self.shards)
+
+    def check(self) -> None:
+        """Raises what is wrong, all of it at once."""
+        if self.findings:
+            raise error_of(self.findings, self.path)
+
+    def open(self) -> Checkpoint:
+        return Checkpoint.of(self)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.shards.owner)
 
     @cached_property
     def skipped(self) -> str:

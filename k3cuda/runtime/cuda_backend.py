@@ -22,6 +22,7 @@ from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
 from .loading import Loading
 from .machine import STANDARD
+from .repacked import RepackedModel, packed_ops
 from .row_check import RowCheck
 from .sampling import Draw, Drawn
 
@@ -282,6 +283,8 @@ def inputs_of(rows: StepRows) -> dict[str, np.ndarray]:
 
 def _upload(plan: Plan, source, tp: int, rank: int, loading: Loading) -> dict:
     """(layer, stage) -> packed arrays on the device."""
+    if isinstance(source, RepackedModel):
+        return {key: [cupy.asarray(a) for a in arrays] for key, arrays in packed_ops(plan, source, rank, loading)}
     held, ops = {}, {}
     for op in plan.ops:
         ops.setdefault(op.layer, []).append(op)

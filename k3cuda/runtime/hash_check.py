@@ -17,6 +17,7 @@ from .findings import AGAIN, Finding
 from .loader import page_buffer
 from .machine import host
 from .progress import LoadProgress
+from .repack_manifest import MANIFEST
 from .shards import INDEX
 from .tokenizer import CONFIG_FILE, RANKS_FILE
 
@@ -96,7 +97,8 @@ def add_hashes(report, manifest: str | None, show: bool | None) -> None:
     small = [name for name in SMALL_FILES if (shards.folder / name).is_file()]
     names = small + [name for name in shards.files if name not in small]
     record = Manifest(Path(manifest) if manifest else default_manifest(shards.folder, cache_dir()), shards.folder)
-    findings, facts = check_hashes(shards.folder, names, record, expected_hashes(shards.folder, names), show)
+    own = {name: Expected(sha256, MANIFEST) for name, sha256 in report.survey.hashes.items() if sha256}
+    findings, facts = check_hashes(shards.folder, names, record, expected_hashes(shards.folder, names) | own, show, report.survey.again)
     report.findings += findings
     report.facts |= facts
     if facts["recorded_files"]:
@@ -143,13 +145,15 @@ def _line(path: Path, number: int) -> str:
         return ""
 
 
-def check_hashes(folder: Path, names: list[str], manifest: Manifest, expected: dict[str, Expected], show: bool | None = False) -> tuple[list[Finding], dict]:
+def check_hashes(folder: Path, names: list[str], manifest: Manifest, expected: dict[str, Expected], show: bool | None = False,
+                 again: str = AGAIN) -> tuple[list[Finding], dict]:
     """Hashes files of a folder, several at a time, and compares.
 
     Args:
         names: files, in the order in which they are begun.
         manifest: takes what was found, file by file.
         show: whether progress is shown; None: on a terminal.
+        again: the way out of a file that is not what it was.
     Returns:
         (what is wrong, facts): files hashed now, taken over from a run that did not end, verified, and with nothing to compare with.
     """
@@ -181,7 +185,7 @@ def check_hashes(folder: Path, names: list[str], manifest: Manifest, expected: d
         elif wanted.sha256 == sha256:
             facts["verified_files"] += 1
         else:
-            findings.append(Finding(str(p), f"SHA-256 {sha256}", f"{wanted.sha256}, by {wanted.source}", AGAIN))
+            findings.append(Finding(str(p), f"SHA-256 {sha256}", f"{wanted.sha256}, by {wanted.source}", again))
     if not findings:   # a record of damage is nothing to compare with
         manifest.save(complete=True)
     return findings, facts | {"hash_manifest": str(manifest.path)}

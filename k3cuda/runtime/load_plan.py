@@ -115,11 +115,11 @@ def blocks_of(unit: Unit, cfg: K3Config, owner: dict[str, SafetensorsFile], tp: 
                 count = min(step, rows.stop - row)
                 of_file.append(make(Segment, (start + row * size, count * size, weight, expert, row, count)))
     gap = GAP_BYTES if len(ranks) < tp else 0   # what lies in a gap is then another unit's, which reads it too
-    return [block for file, segments in pieces.items() for block in _pack(file, segments, gap, capacity)]
+    return [block for file, segments in pieces.items() for block in into_blocks(file, segments, gap, capacity)]
 
 
-def _pack(file: SafetensorsFile, segments: list[Segment], gap: int, capacity: int) -> Iterator[Block]:
-    """Neighbours become one range, and ranges one block as long as its buffer has room."""
+def into_blocks(file: SafetensorsFile, segments: list, gap: int, capacity: int) -> Iterator[Block]:
+    """Neighbours become one range, and ranges one block as long as its buffer has room. A segment begins with its `start` and `nbytes`."""
     segments.sort(key=itemgetter(0))
     ranges, used = [], 0          # of the block that is filled; pages of its closed ranges
     first = start = stop = 0      # of the open range: index of its first segment, bytes of the file

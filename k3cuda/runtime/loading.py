@@ -6,17 +6,15 @@ from typing import Iterator
 
 import numpy as np
 
-from ..weights import model_bytes
+from ..weights import Weight
 from .block_reader import AUTO
-from .checkpoint import Checkpoint
-from .load_plan import Unit, wanted_bytes, whole_layers
+from .load_plan import Unit, whole_layers
 from .loader import Loader
 from .progress import LoadProgress
-from .slices import HostSlices, check_values
 
 log = logging.getLogger("k3cuda")
 
-PHASES = ("read", "copy", "pack", "compile", "capture")
+PHASES = ("read", "copy", "repack", "compile", "capture")
 
 
 class Loading:
@@ -24,39 +22,46 @@ class Loading:
 
     Args:
         mode: see block_reader.MODES.
-        show: whether progress is shown on stderr; None: if that is a terminal.
+        show: whether progress is shown on stderr; None: if that is a terminal. verb: what it says is done.
 
     Attributes:
         seconds: by phase. Phases overlap; read and copy are summed over the threads that did them.
         wanted_bytes: of tensors that were read, each once. read_bytes: with what lay between. kept_bytes: in the ranks' slices.
     """
 
-    def __init__(self, mode: str = AUTO, show: bool | None = False):
-        self.mode, self.why, self.show = mode, "", show
+    def __init__(self, mode: str = AUTO, show: bool | None = False, verb: str = "loading"):
+        self.mode, self.why, self.show, self.verb = mode, "", show, verb
         self.seconds: Counter[str] = Counter()
         self.wall_s, self.wanted_bytes, self.read_bytes, self.kept_bytes = 0.0, 0, 0, 0
 
-    def slices(self, source, tp: int, ranks: range) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:
-        """(unit, weight name -> [ranks, (experts,) rows, columns ..]) of `ranks` of `tp`, a layer at a time; the part outside the layers first.
+    def slices(self, source, tp: int, ranks: range, units=None, **options) -> Iterator[tuple[Unit, dict[str, np.ndarray]]]:
+        """(unit, weight name -> [ranks, (experts,) rows, columns ..]) of `ranks` of `tp`, in order.
 
         Args:
-            source: an open checkpoint, each of whose bytes is read once; or anything with `cfg` and `rank_slices` (tensor_source.py).
+            source: an open checkpoint or repacked model, each of whose bytes is read once; or anything with `cfg` and `rank_slices` (tensor_source.py).
+            units: None: a layer at a time, the part outside the layers first. options: of `run`.
         Raises:
             CheckpointError: a file cannot be read, or holds what no trained model does. UsageError: the mode isn't possible.
         """
-        units = whole_layers(source.cfg)
-        if not isinstance(source, Checkpoint):
+        units = whole_layers(source.cfg) if units is None else units
+        if not hasattr(source, "blocks"):   # made where it is asked for
             for unit in units:
-                yield unit, {w.name: np.stack([source.rank_slices(w, unit.layer, tp, rank) for rank in ranks]) for w in unit.weights}
+                yield unit, {w.name: np.stack([_part(source.rank_slices(w, unit.layer, tp, rank), w, unit) for rank in ranks]) for w in unit.weights}
             return
-        dims = source.cfg.dims()
-        for unit, target in self.run(source, tp, ranks, units, lambda unit: HostSlices(unit, dims, tp, ranks)):
-            check_values(source, unit, target.arrays)
-            yield unit, target.arrays
+        for unit, target in self.run(source, tp, ranks, units, **options):
+            yield unit, source.slices_of(unit, target, ranks)
 
-    def run(self, source: Checkpoint, tp: int, ranks: range, units, open_target, **options):
-        """As `Loader`, whose `options` these are, with progress and counts."""
-        progress = LoadProgress(wanted_bytes(source.cfg, tp, ranks), self.show)
+    def run(self, source, tp: int, ranks: range, units, open_target=None, *, total: int | None = None, **options):
+        """As `Loader`, whose `options` these are, with progress and counts.
+
+        Args:
+            open_target: None: the source's own.
+            total: bytes of the tensors of `units`, where these are not all there are and every one of their bytes stays.
+        """
+        wanted, kept = source.load_bytes(tp, ranks)
+        wanted, kept = (wanted, kept) if total is None else (total, total)
+        progress = LoadProgress(wanted, self.show, self.verb)
+        open_target = open_target or (lambda unit: source.open_target(unit, tp, ranks))
         loader = Loader(source, tp, ranks, units, open_target, mode=self.mode, progress=progress, **options)
         self.mode, self.why = loader.mode, loader.why
         log.info("reading %s: %s (%s), %d at a time", source.path, loader.mode, loader.why, loader.workers)
@@ -67,10 +72,15 @@ class Loading:
             progress.close()
             counts, wall = loader.counts, time.perf_counter() - start
             self.wall_s += wall
-            self.seconds += Counter(read=counts.read_s, copy=counts.copy_s, pack=wall - counts.wait_s)
+            self.seconds += Counter(read=counts.read_s, copy=counts.copy_s, repack=wall - counts.wait_s)
             self.wanted_bytes += counts.wanted_bytes
             self.read_bytes += counts.read_bytes
-        self.kept_bytes += model_bytes(source.cfg, tp) * len(ranks)
+        self.kept_bytes += kept
+
+    def to_dict(self) -> dict:
+        """JSON-ready: docs/cli.md has its keys. A phase that there was not is 0."""
+        return {"mode": self.mode, "wall_s": self.wall_s, "wanted_bytes": self.wanted_bytes, "read_bytes": self.read_bytes,
+                "kept_bytes": self.kept_bytes, **{f"{name}_s": float(self.seconds[name]) for name in PHASES}}
 
     def summary(self) -> str:
         """One line about what was read, or "" where nothing was."""
@@ -81,3 +91,8 @@ class Loading:
         return (f"loaded {self.kept_bytes / 1e9:.2f} GB in {self.wall_s:.1f} s, read {self.read_bytes / 1e9:.2f} GB at "
                 f"{self.read_bytes / 1e9 / max(self.wall_s, 1e-9):.2f} GB/s ({amplified:.1f} bytes for each one kept)"
                 + (f"; overlapping: {phases}" if phases else ""))
+
+
+def _part(array: np.ndarray, weight: Weight, unit: Unit) -> np.ndarray:
+    """Of what every expert has, the unit's experts."""
+    return array[unit.experts.start:unit.experts.stop] if weight.count else array

@@ -16,6 +16,7 @@ from .loading import Loading
 from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
 from .rank_job import Job, open_job
 from .rendezvous import TIMEOUT_S
+from .repack_manifest import default_tp
 
 log = logging.getLogger("k3cuda")
 
@@ -48,13 +49,14 @@ class Model:
     loading: Loading | None = None
 
 
-def open_model(model, draft_model=None, *, tp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
+def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
                activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, ranks="auto", rendezvous_timeout=TIMEOUT_S,
                place: Launch | None = None, **drafting) -> Model:
     """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open.
 
     `place`: this process's in its job; None: as its launcher says. On another rank than 0 this ends with SystemExit when rank 0 ends.
     """
+    tp = default_tp(model) if tp is None else tp
     given = {"tp": tp, "decode_backend": decode_backend, "max_model_len": max_model_len, "max_batch": max_batch, "kv_cache_dtype": kv_cache_dtype,
              "activation_dtype": activation_dtype, "prefix_cache": prefix_cache, "load_mode": load_mode, **drafting}
     job = open_job(ranks, place, model, draft_model, given, rendezvous_timeout)

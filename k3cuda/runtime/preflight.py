@@ -8,11 +8,13 @@ from ..draft_config import DraftConfig, misfits
 from ..draft_weights import cut_weights, draft_bytes, num_parameters
 from ..errors import CheckpointError, ConfigError, OutOfMemory
 from ..weights import check_tp, checkpoint_bytes, legal_cuts, legal_tps, model_bytes, num_tensors
-from .checkpoint import CONFIG, Checkpoint, Survey
+from .checkpoint import CONFIG, Survey
 from .demo import DEMO, DEMO_DRAFT, open_demo, open_demo_draft
 from .draft_checkpoint import DraftCheckpoint, DraftSurvey, DraftTensors
 from .findings import Finding, error_of
 from .machine import host
+from .repack_manifest import is_repacked
+from .repacked import RepackedSurvey
 from .tensor_source import TensorSource
 from .tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
 
@@ -47,7 +49,7 @@ class Report:
     def open(self) -> TensorSource:
         """The model that was checked, opened without a second look at its files; raises as `raise_if_bad` does."""
         self.raise_if_bad()
-        return Checkpoint.of(self.survey) if self.survey else open_demo()
+        return self.survey.open() if self.survey else open_demo()
 
     def open_draft(self) -> DraftTensors:
         """The draft model that was checked, opened likewise."""
@@ -63,7 +65,7 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
     """Looks at a model without loading it.
 
     Args:
-        path: the folder of a checkpoint, one .safetensors file, or "demo".
+        path: the folder of a checkpoint or of a repacked model, one .safetensors file, or "demo".
         tp: number of ranks it shall be cut into; None: not asked.
         draft: a draft model for it: a folder, one .safetensors file, or "demo-draft"; None: no draft.
         is_reference: whether the reference backend shall run it: that one needs the host's memory.
@@ -73,26 +75,29 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
     if str(path) == DEMO:
         cfg, folder = open_demo().cfg, None
     else:
-        cfg, folder = _check_files(report, path)
+        cfg, folder = _check_files(report, path, tp)
     drafts = None if draft is None else _check_draft(report, draft, cfg, tp, num_drafts)
     if cfg:
         _add_sizes(report, cfg)
         _check_tp(report, cfg, tp, folder)
-        _check_memory(report, cfg, tp or 1, is_reference, drafts)
+        tp = tp or (report.survey and report.survey.tp) or 1
+        _check_memory(report, cfg, tp, is_reference, drafts)
         if folder:
             _check_tokenizer(report, cfg, folder)
     return report
 
 
-def _check_files(report: Report, path) -> tuple[K3Config | None, Path]:
-    survey = report.survey = Survey(path)
+def _check_files(report: Report, path, tp: int | None) -> tuple[K3Config | None, Path]:
+    survey = report.survey = RepackedSurvey(path, tp) if is_repacked(path) else Survey(path)
     shards = survey.shards
     report.findings += survey.findings
     report.notes += shards.notes
     if survey.skipped:
         report.notes.append(survey.skipped)
-    report.facts |= {"shards": len(shards.files) + len(shards.unreadable), "tensors": len(shards.owner),
+    report.facts |= {"shards": len(shards.files) + len(shards.unreadable), "tensors": survey.num_tensors,
                      "bytes": shards.text_bytes, "skipped_tensors": shards.skipped_tensors, "skipped_shards": len(shards.skipped_files)}
+    if survey.tp:
+        report.facts["repacked_tp"] = survey.tp
     if survey.cfg and not survey.cfg.eos_token_id:
         report.notes.append(f"{shards.folder / CONFIG} names no eos_token_id: an answer ends by length or by a stop of yours")
     return survey.cfg, shards.folder

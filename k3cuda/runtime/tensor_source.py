@@ -16,6 +16,7 @@ class TensorSource:
 
     cfg: K3Config
     path = None            # folder or file; None for a model made in memory
+    tp = None              # ranks that its files are for; None: any
     generation_config = {}  # sampling defaults of the release
     _table = BY_NAME
 

@@ -113,15 +113,19 @@ def file_header(entries: dict) -> tuple[list[str], bytes, dict[str, int], int]:
     """From name -> (dtype, shape): names in the order of the file, what stands before the first tensor, where each begins behind it,
     and bytes of all tensors."""
     order = sorted(entries, key=lambda name: (_DTYPE_ORDER.index(entries[name][0]), name))
+    return order, *header_bytes({name: entries[name] for name in order})
+
+
+def header_bytes(entries: dict) -> tuple[bytes, dict[str, int], int]:
+    """The same but for the order, which is that of `entries`."""
     header, begins, at = {"__metadata__": _METADATA}, {}, 0
-    for name in order:
-        dtype, shape = entries[name]
+    for name, (dtype, shape) in entries.items():
         begins[name], end = at, at + prod(shape) * DTYPE_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return order, len(text).to_bytes(8, "little") + text, begins, at
+    return len(text).to_bytes(8, "little") + text, begins, at
 
 
 def write_json(path: Path, values: dict) -> None:

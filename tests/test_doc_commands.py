@@ -31,7 +31,7 @@ ELSEWHERE = {
     "python3 -m venv .venv": ".ci/run", ".venv/bin/pip install .": ".ci/run", ".venv-cu13/bin/": ".ci/run",
     "k3cuda eval demo questions.jsonl": "tests/test_docs.py",
     "k3cuda bench latency": "tests/test_request_times.py", "k3cuda bench throughput": "tests/test_request_times.py", "k3cuda bench decode": "tests/test_request_times.py",
-    "k3cuda bench serve": "tests/test_bench_own_server.py", "k3cuda bench replay demo": "tests/test_bench_replay.py",
+    "k3cuda bench compare": "tests/test_bench_compare.py", "k3cuda bench serve": "tests/test_bench_own_server.py", "k3cuda bench replay demo": "tests/test_bench_replay.py",
     "k3cuda bench replay trace.jsonl": "tests/test_bench_own_server.py",
     "python examples/": "tests/test_examples.py", "mpirun -n 2 k3cuda": "tests/test_launchers.py", "srun -n 2 k3cuda": "tests/test_launchers.py",
     "python3 -m venv lm-eval": "scripts/lm_eval_recipe.py", "lm-eval/bin/": "scripts/lm_eval_recipe.py",

@@ -15,7 +15,7 @@ class Times:
         sent: when it was handed over. outputs: (when, tokens) of every step that gave it tokens, reasoning included.
         speculative: counts of its drafts, None without. error: why it failed, else None.
         ended: when the answer ended, None: with its last output. counted: its tokens, None: those of `outputs`.
-        cached_tokens: of the prompt that were not run again, None where nobody said.
+        cached_tokens: of the prompt that were not run again, None where nobody said. token_ids: of the answer, as far as they are known.
     """
 
     prompt_tokens: int
@@ -26,6 +26,7 @@ class Times:
     ended: float | None = None
     counted: int | None = None
     cached_tokens: int | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -77,9 +78,10 @@ def advance(under_way: list, clock) -> list:
         first.wait()
     now = clock()
     for stream, times in under_way:
-        tokens = sum(len(next(stream).token_ids) for _ in range(stream.waiting))
-        if tokens:
-            times.outputs.append((now, tokens))
+        ids = [i for _ in range(stream.waiting) for i in next(stream).token_ids]
+        if ids:
+            times.outputs.append((now, len(ids)))
+            times.token_ids += ids
         if stream.output is not None:
             ended.append((stream, times))
             stats = stream.output.stats

@@ -21,12 +21,12 @@ DRAFT_STAGES: tuple[Stage, ...] = (
     stage("fuse_normed", "draft_context", "context fc_norm", reads="taps", weights="fc_norm context_proj", writes="context_part"),
     collective("context_exchange", "context", ("context_part", "context_raw", GATHER)),
     stage("context_mean", "draft_context", "context", reads="context_raw", weights="context_norm", writes="context"),
-    stage("context_latents", "draft_context", "context mla", reads="context", weights="context_kv_proj", writes="context_latent_part"),
+    stage("context_latents", "draft_mla", "context mla", reads="context", weights="context_kv_proj", writes="context_latent_part"),
     collective("context_latent_exchange", "context mla", ("context_latent_part", "context_latent", GATHER)),
-    stage("context_keys", "draft_context", "context gqa", reads="context", weights="context_k_proj context_v_proj", writes="context_heads"),
-    stage("store_latents", "draft_context", "context_layer mla", reads="row_slot row_position page_table row_accepted context_latent",
+    stage("context_keys", "draft_gqa", "context gqa", reads="context", weights="context_k_proj context_v_proj", writes="context_heads"),
+    stage("store_latents", "draft_mla", "context_layer mla", reads="row_slot row_position page_table row_accepted context_latent",
        weights="mla_kv_a_layernorm", updates="mla_cache"),
-    stage("store_keys", "draft_context", "context_layer gqa", reads="row_slot row_position page_table row_accepted context_heads",
+    stage("store_keys", "draft_gqa", "context_layer gqa", reads="row_slot row_position page_table row_accepted context_heads",
        weights="gqa_k_norm", updates="gqa_cache"),
 
     # ---- the block ----

@@ -1,5 +1,5 @@
 """config.cuh of a build: the sizes and numbers of one rank, of the target or of a draft."""
-from math import gcd
+from math import gcd, pi
 
 from . import packing
 from .config import DECODE_ROWS, L2NORM_EPS, MAX_ROWS, MLA_NORM_EPS, MXFP4_GROUP, PAGE_SIZE, K3Config
@@ -22,12 +22,13 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
     """The text, for steps of up to `rows` rows."""
     t, tp, is_draft = tables_of(plan), plan.tp, isinstance(plan, DraftPlan)
     most = DECODE_ROWS if is_draft else MAX_ROWS
-    whole = plan.cfg.dims() | {"max_rows": most, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP}
+    taps = {} if is_draft or not plan.num_taps else {"num_taps": plan.num_taps}   # of a draft they are one of its own sizes
+    whole = plan.cfg.dims() | {"max_rows": most, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP} | taps
     lines = ["#pragma once", "// Sizes of the whole model.", *_integers(whole)]
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms}, kMlaWorkColumns = {MLA_WORK_COLUMNS};",
               f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
               f"constexpr int kParts = {1 if rows > DECODE_ROWS else tp};   // of a stacked buffer: the ranks', or their sum"]
-    cut = sorted({b.shape[b.cut] for b in t.buffers.values() if b.cut is not None} | ({"mla_q_dim"} & set(whole)))
+    cut = sorted(({b.shape[b.cut] for b in (*t.buffers.values(), *t.absent) if b.cut is not None} | {"mla_q_dim"}) & set(whole))
     lines += _integers({f"own_{n}": whole[n] // tp for n in cut})
     lines += ["// Numbers of the arithmetic."]
     lines += _draft_numbers(plan, rows) if is_draft else _target_numbers(plan.cfg, forced_experts)
@@ -64,9 +65,9 @@ def _draft_numbers(plan: DraftPlan, rows: int) -> list[str]:
     dim = cfg.rope.dim if cfg.rope else 2
     frequencies = cfg.rope.inverse_frequencies() if cfg.rope else (0.0,)
     per_layer = {"Causal": ("bool", [str(c).lower() for c in cfg.causal]), "Window": ("int", [str(w or 0) for w in cfg.windows]),   # 0: all of the context
-                 "Frequency": ("double", [repr(f) for f in frequencies])}
+                 "Turns": ("double", [repr(f / (2 * pi)) for f in frequencies])}   # a position
     lines += [f"constexpr int kRopeDim = {dim};"]
-    return lines + [f"__device__ constexpr {kind} k{name}[] = {{{', '.join(v)}}};" for name, (kind, v) in per_layer.items()]
+    return lines + [f"__constant__ {kind} k{name}[] = {{{', '.join(v)}}};" for name, (kind, v) in per_layer.items()]
 
 
 def _trees(plan: Plan | DraftPlan) -> dict[str, tuple[int, int]]:

@@ -66,7 +66,8 @@ def tables_of(plan: Plan | DraftPlan, slots: int = 1, pages: int = 1, slot_pages
 def _draft(plan: DraftPlan, machine: dict[str, int]) -> Tables:
     dims = draft_dims(plan.cfg, num_drafts=plan.num_drafts, seqs=plan.padded_seqs(DECODE_ROWS), **machine)
     packed = {name: group for name, group in DRAFT_PACKED.items() if all(s in DRAFT_WEIGHT and _has(s, plan) for p in group for s in p.sources)}
-    work = {"product_work": ("u8", 0)} | ({"mla_info": ("u8", 16 * DECODE_ROWS), "mla_next": ("int", 4)} if "mla_cache" in plan.buffers else {})
+    taps = DECODE_ROWS * dims["taps_dim"] * DTYPE_BYTES["bf16"]
+    work = {"product_work": ("u8", 0)} | {"taps_normed": ("bf16", taps if plan.cfg.fc_norm else 0)} | ({"mla_info": ("u8", 16 * DECODE_ROWS), "mla_next": ("int", 4)} if "mla_cache" in plan.buffers else {})
     session = tuple(n for n in (*_session(plan.buffers.values()), "taps") if n in plan.buffers)
     absent = tuple(b for b in DRAFT_BUFFERS if b.name not in plan.buffers)
     return Tables(plan.buffers, session, DRAFT_WEIGHT, packed, DRAFT_STAGES, plan.context + plan.ops, dims, work, absent, ("page_table", "taps"))

@@ -11,6 +11,7 @@ from k3cuda.emit import arena_offsets, build_files, launches_of
 from k3cuda.plan import build_plan
 from k3cuda.runtime.cuda_memory import VIEW_DTYPES, OpStruct, step_type
 from k3cuda.runtime.cuda_weights import op_arrays
+from k3cuda.runtime.step_room import mla_partials, mla_work_bytes
 from k3cuda.tables import tables_of
 
 SLOTS = 12
@@ -75,11 +76,23 @@ class Memory:
         self.step = step_type(self.tables.session)(arena=self.arena.ctypes.data, rank=rank, **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
         for name, array in self.session.items():
             setattr(self.step, f"{name}_base", array.ctypes.data)
+        if "mla_cache" in self.session:
+            self.mla_work, self.mla_map = _aligned(mla_work_bytes(plan.cfg, plan.tp, SLOTS, slot_pages)), _aligned(128)
+            cache, size = self.session["mla_cache"], self._dtype("mla_cache").itemsize
+            self.mla_map.view(np.uint64)[:3] = cache.ctypes.data, self.dims["mla_cache_dim"] * size, 64 * size   # as mla_shim.cuh reads it
+            self.step.mla_work, self.step.mla_map = self.mla_work.ctypes.data, self.mla_map.ctypes.data
+            self.step.mla_partials = mla_partials(plan.cfg, plan.tp, SLOTS, slot_pages)
         self.meet([self] * plan.tp)
 
     def meet(self, ranks) -> None:
         for i, other in enumerate(ranks):
             self.step.peers[i] = other.arena.ctypes.data
+
+    def poison(self) -> None:
+        """NaN in all of the arena, but where kernels count from 0."""
+        self.arena[:] = 0xFF
+        if "mla_next" in self.offsets:
+            self.arena[self.offsets["mla_next"]:][:4] = 0
 
     def _shape(self, name):
         return buffer_shape(self.tables.buffers[name], self.dims)

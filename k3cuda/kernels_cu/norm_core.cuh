@@ -13,9 +13,11 @@
 #include "row_shape.cuh"
 
 // kN: row length. kLeaves: weights.tree_leaves(kN). kParts: ranks. kBlocks: closed blocks at most, 0 where there is no mixture.
-// kCluster: blocks a row.
-template <int kN_, int kLeaves_, int kParts_, int kBlocks_, int kCluster_, int kThreads_>
+// kCluster: blocks a row. kNormed: else what would be normed is stored as it is. kOutStride: elements from row to row of the result.
+template <int kN_, int kLeaves_, int kParts_, int kBlocks_, int kCluster_, int kThreads_, bool kNormed_ = true, int kOutStride_ = kN_>
 struct NormShape {
+  static constexpr bool kNormed = kNormed_;
+  static constexpr int kOutStride = kOutStride_;
   static constexpr int kN = kN_, kLeaves = kLeaves_, kParts = kParts_, kBlocks = kBlocks_, kCluster = kCluster_, kThreads = kThreads_;
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kLeaf = kN / kLeaves, kOwnLeaves = kLeaves / kCluster, kOwn = kLeaf * kOwnLeaves;
@@ -140,7 +142,7 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
   for (int i = 0; i < S::kPer; ++i) {
     int e = tid + i * S::kThreads;
     bool mine = e < S::kOwn && row >= 0;
-    weight[i] = mine ? bf16_to_float(a.weight[own + e]) : 0;
+    weight[i] = S::kNormed && mine ? bf16_to_float(a.weight[own + e]) : 0;
     if constexpr (S::kBlocks > 0) {
       score[i] = mine ? a.score[own + e] : 0;
       K3_UNROLL
@@ -226,6 +228,6 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
     int e = tid + i * S::kThreads;
     if (e >= S::kOwn) continue;
     float x = mix ? fmaf(alpha, c[i], beta * p[i]) : p[i];
-    a.out[size_t(index) * S::kN + own + e] = float_to_bf16(x * inv * weight[i]);
+    a.out[size_t(index) * S::kOutStride + own + e] = float_to_bf16(S::kNormed ? x * inv * weight[i] : x);
   }
 }

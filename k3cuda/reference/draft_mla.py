@@ -4,7 +4,7 @@ What a row sees is decided by its layer: the context from the window's start on,
 """
 import numpy as np
 
-from .draft_context import cache_row, store
+from .draft_context import store
 from .mla import kv_b, slot_cache
 from .numerics import F32, linear, linear_by_head, rms_norm
 from .rope import rotate
@@ -59,3 +59,26 @@ def visible(m, b, cache, op):
 def softmax(scores):
     p = np.exp(scores - scores.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True)
+
+
+# ---- context rows; L layers of the draft ----
+
+def context_latents(m, w, b, op):
+    """context_latent_part [n, L, this rank's outputs]: latent and shared key of every layer."""
+    for layer, proj in enumerate(w.context_kv_proj):
+        b.context_latent_part[:, layer] = m.num.round(linear(b.context, proj))
+
+
+def store_latents(m, w, b, op):
+    """Cache rows of the accepted positions in one layer."""
+    for slot, rows in m.sequences(b.row_slot):
+        rows = slice(rows.start, rows.start + int(b.row_accepted[rows].sum()))
+        values = cache_row(m, b.context_latent[rows, op.layer], b.row_position[rows], w.mla_kv_a_layernorm)
+        store(b.mla_cache, b.page_table[slot], b.row_position[rows], m.num.round(values))
+
+
+def cache_row(m, latent_and_key, positions, norm):
+    """[n, latent + key]: the latent normed, the shared key turned to its position."""
+    latent, key = np.split(latent_and_key, [m.cfg.kv_lora_rank], axis=1)
+    latent = rms_norm(latent, norm, m.cfg.rms_norm_eps, m.num)
+    return np.concatenate([latent, m.num.round(rotate(key, positions, m.cfg.rope))], axis=1)

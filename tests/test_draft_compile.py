@@ -1,0 +1,54 @@
+"""A draft's kernels without a GPU: those of public drafts on one rank of 16 compile, one architecture each, and spill nothing.
+
+All public drafts, row buckets and architectures are minutes: `scripts/compile_drafts.py`.
+"""
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+
+from test_draft_config import PUBLIC, read  # noqa: E402
+
+from k3cuda.draft_plan import build_draft_plan  # noqa: E402
+from k3cuda.draft_stages import DRAFT_STAGES  # noqa: E402
+from k3cuda.draft_weights import BY_NAME  # noqa: E402
+from k3cuda.emit import kernels_of  # noqa: E402
+from k3cuda.packing import DRAFT_PACKED, MAX_PACKED  # noqa: E402
+from k3cuda.runtime.cuda_jit import KERNELS  # noqa: E402
+from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
+from k3cuda.runtime.sampling import STREAM_DRAFT  # noqa: E402
+
+UNITS = {"Inferact": "sm_90a", "NeMo": "sm_100a"}
+
+
+@functools.cache
+def compiled():
+    def one(name):
+        return compile_bucket(build_draft_plan(read(PUBLIC[name]), 16), 8, "bf16", UNITS[name], strict=True)
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(UNITS, pool.map(one, UNITS)))
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_every_kernel_compiles_and_spills_nothing(name):
+    plan, resources = build_draft_plan(read(PUBLIC[name]), 16), compiled()[name].resources()
+    assert set(resources) == {f"k_{k}" for op in plan.context + plan.ops for k in kernels_of(op.stage, plan, 8)}
+    assert not {kernel for kernel, r in resources.items() if r.spills or r.stack}
+
+
+@pytest.mark.parametrize("stage", DRAFT_STAGES, ids=lambda s: s.name)
+def test_packed_arrays_hold_exactly_a_stages_weights(stage):
+    packed = DRAFT_PACKED.get(stage.name, ())
+    assert sorted(name for p in packed for name in p.sources) == sorted(stage.weights) and len(packed) <= MAX_PACKED
+    assert all(name in BY_NAME for p in packed for name in p.sources)
+
+
+def test_packed_arrays_belong_to_stages():
+    assert set(DRAFT_PACKED) <= {s.name for s in DRAFT_STAGES}
+
+
+def test_numbers_typed_in_both_languages_agree():
+    assert f"kStreamDraft = {STREAM_DRAFT};" in (KERNELS / "stages" / "draft_head.cuh").read_text()

@@ -274,7 +274,7 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
       __syncthreads();
       const int after = entry_first(list.entry[end]);
       for (int i = threadIdx.x; i < rows * S::kRowsOut; i += S::kThreads) {
-        const int token = i / S::kRowsOut, column = i % S::kRowsOut;
+        const int token = i / S::kRowsOut, column = not_before_here(i % S::kRowsOut);
         float* kept = sums + leaf * S::kRows * S::kRowsOut + i;
         float sum = begin ? *kept : 0.f, factor[S::kTopK], result[S::kTopK];
         bool in[S::kTopK];

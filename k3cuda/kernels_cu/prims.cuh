@@ -27,6 +27,14 @@ inline u32 funnel_left(u32 lo, u32 hi, u32 s) { s &= 31; return s ? hi << s | lo
 K3_DEVICE u32 funnel_left(u32 lo, u32 hi, u32 s) { return __funnelshift_l(lo, hi, s); }
 #endif
 
+// v, and nothing that follows from it is computed earlier. For sm_100 and later ptxas moves addresses out of loops and spills them.
+K3_DEVICE int not_before_here(int v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  asm volatile("" : "+r"(v));
+#endif
+  return v;
+}
+
 // Nanoseconds of a clock that all multiprocessors share.
 K3_DEVICE u64 device_ns() {
 #ifdef K3_HOST_SHIM

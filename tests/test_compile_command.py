@@ -1,6 +1,7 @@
 """`k3cuda compile`: what it writes is what the backend looks for, and what it refuses."""
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +9,19 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 
+from click.testing import CliRunner  # noqa: E402
 from command import ROOT, k3  # noqa: E402
 from models import headdims  # noqa: E402
+from test_jit import spilling  # noqa: E402
 
+from k3cuda.cli import main  # noqa: E402
 from k3cuda.emit import NO_PROBES  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import cuda_backend, cuda_jit, cuda_kernels  # noqa: E402
 from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
 
+compile_module = sys.modules["k3cuda.cli.compile"]   # the package has the command by that name
 MODEL = ROOT / "tests/data/k3-headdims"
 H200 = Device(0, "NVIDIA H200", "sm_90a", 132, 227 << 10)
 
@@ -70,6 +75,20 @@ def test_another_number_of_multiprocessors_is_another_cubin(filled, monkeypatch)
     folder, found = filled
     done = json.loads(k3("compile", MODEL, "--tp", 1, "--rows", "1", "--arch", "sm_90a", "--sms", "114", "--output", folder, "--json").stdout)
     assert done["cubins"][0]["folder"] not in {c["folder"] for c in found["cubins"]} and done["cubins"][0]["sms"] == 114
+
+
+def test_spills_are_refused_or_named(tmp_path, monkeypatch):
+    """A step of one kernel that spills."""
+    def spilled(plan, rows, kv_cache_dtype, arch, *, sms, **options):
+        return cuda_jit.compile_cuda(spilling(), arch, **options)
+
+    monkeypatch.setattr(compile_module, "compile_bucket", spilled)
+    words = ["compile", str(MODEL), "--tp", "1", "--rows", "1", "--arch", "sm_90a", "--output", str(tmp_path / "cubin"), "--json"]
+    refused, kept = CliRunner().invoke(main, words), CliRunner().invoke(main, [*words, "--allow-spills"])
+    assert (refused.exit_code, kept.exit_code) == (5, 0) and "spilled" in refused.stderr, kept.stderr
+    step, around = json.loads(kept.stdout)["cubins"]
+    assert step["spills"].keys() == {"k"} and step["spills"]["k"] > 0 and around["spills"] == {}
+    assert f"1 rows, bf16, k spills {step['spills']['k']} bytes" in kept.stderr
 
 
 @pytest.mark.parametrize("args, code, words", [

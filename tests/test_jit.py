@@ -98,9 +98,14 @@ def test_compile_error_shows_count_first_error_log_and_source(cache):
     assert "kOther" in (folder / "kernel.log").read_text() and (folder / "kernel.cu").is_file()
 
 
-def test_spill_is_an_error_when_strict(cache):
+def spilling() -> str:
+    """A kernel that needs 64 registers and has 32."""
     body = "".join(f"float a{i} = p[{i}];\n" for i in range(64)) + "__syncthreads();\n" + "".join(f"p[{i}] = a{63 - i} * a{i};\n" for i in range(64))
-    source = f'extern "C" __global__ void __launch_bounds__(1024, 2) k(volatile float* p) {{ {body} }}'
+    return f'extern "C" __global__ void __launch_bounds__(1024, 2) k(volatile float* p) {{ {body} }}'
+
+
+def test_spill_is_an_error_when_strict(cache):
+    source = spilling()
     with pytest.raises(CompileError, match="spilled"):
         compile_cuda(source, "sm_90a", strict=True)
     assert compile_cuda(source, "sm_90a").resources()["k"].spills > 0

@@ -36,7 +36,8 @@ def released() -> K3Config:
 UNITS = {**{arch: (headdims().cfg, 1, 8, "bf16", arch, True) for arch in ARCHS},
          "collectives": (headdims().cfg, 2, 1, "fp8_e4m3", ARCHS[0], False),
          "wide": (headdims().cfg, 2, 256, "bf16", ARCHS[0], True),
-         "released": (released(), 16, 1, "bf16", ARCHS[0], True), "released-64": (released(), 16, 64, "fp8_e4m3", ARCHS[0], True)}
+         "released": (released(), 16, 1, "bf16", ARCHS[0], True), "released-64": (released(), 16, 64, "fp8_e4m3", ARCHS[0], True),
+         "released-4": (released(), 16, 4, "bf16", ARCHS[1], True)}
 # Kernels that multiply matrices: those of stages with weights in fragment order, and attention over the cache.
 PRODUCTS = [k for s in STAGES if any(p.how not in (PLAIN, FOLDED) for p in PACKED.get(s.name, ())) for k in kernels_of(s, build_plan(released()))] + ["mla_attend"]
 

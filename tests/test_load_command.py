@@ -1,10 +1,14 @@
 """Loading as the command does it: the modes, what is said, and how trouble ends."""
 import os
+import re
+import time
 
 import pytest
 from command import k3, k3_json
 
 from damage import shard
+from k3cuda.runtime.loading import Loading
+from k3cuda.runtime.preflight import check
 
 
 def answer(folder, *more):
@@ -16,6 +20,27 @@ def test_every_mode_gives_the_same_answer(pristine):
     for mode in ("auto", "direct", "buffered", "mmap"):
         assert answer(pristine, "--load-mode", mode, "--tp", "2" if mode == "direct" else "1") == want
     assert b"load_mode: found 'fast', wanted auto, direct, buffered, mmap" in k3("generate", pristine, "-p", "hi", "--load-mode", "fast", code=2).stderr
+
+
+def test_what_loading_took_is_in_the_document(pristine):
+    ask = ["-p", "hi", "-n", "2", "--no-think", "--seed", "3", "--json"]
+    found = k3_json("generate", pristine, "--tp", "2", *ask)["loading"]
+    nbytes = check(pristine).facts["bytes_per_rank"]["2"]
+    assert found["mode"] == "buffered" and found["kept_bytes"] == 2 * nbytes and found["read_bytes"] == found["wanted_bytes"] < found["kept_bytes"]   # norms are held twice
+    assert min(found["wall_s"], found["read_s"], found["copy_s"], found["repack_s"]) > 0 and found["compile_s"] == found["capture_s"] == 0
+    assert k3_json("generate", "demo", *ask)["loading"] == dict.fromkeys(found, 0) | {"mode": None}
+
+
+def test_phases_of_a_gpu_are_counted_and_shown():
+    """Compiling and capturing, which no backend of the CPU does."""
+    loading = Loading()
+    loading.kept_bytes = 1
+    for name in ("compile", "capture"):
+        with pytest.raises(ZeroDivisionError), loading.phase(name):   # also of what fails
+            time.sleep(0.06)
+            1 / 0
+    assert loading.to_dict()["compile_s"] >= 0.06 <= loading.to_dict()["capture_s"]
+    assert re.search(r"; overlapping: compile 0\.\d s, capture 0\.\d s$", loading.summary())
 
 
 def test_what_is_said(pristine):

@@ -119,6 +119,7 @@ def document(output, llm) -> dict:
         "sampling": asdict(output.sampling),
         "timing": {"load_s": llm.load_s, "ttft_s": stats.ttft_s, "decode_s": stats.decode_s, "tpot_ms": stats.tpot_ms,
                    "tok_per_s": stats.tok_per_s},
+        "loading": llm.loading.to_dict(),
         "speculative": stats.speculative and asdict(stats.speculative),
         "engine": {"version": __version__, "gpu": backend.gpu, "tp": backend.tp, "kv_cache_dtype": backend.kv_cache_dtype,
                    "decode_backend": backend.name},

@@ -22,6 +22,7 @@ def check(model, tp, hash, hash_manifest, no_progress, json, output, draft_model
     """
     from ..runtime import preflight
     from ..runtime.hash_check import add_hashes
+    from ..runtime.machine import probe_driver
 
     if hash_manifest and not hash:
         raise UsageError("--hash-manifest without --hash records nothing", "add --hash")
@@ -29,6 +30,7 @@ def check(model, tp, hash, hash_manifest, no_progress, json, output, draft_model
     if num_speculative_tokens is not None and draft_model is None:
         raise UsageError(f"--num-speculative-tokens: found {num_speculative_tokens}, but there is no draft model", "give one with it, or leave it out")
     report = preflight.check(model, tp=tp, draft=draft_model, num_drafts=num_speculative_tokens)
+    preflight.add_gpu_memory(report, probe_driver().gpus)
     if hash:
         add_hashes(report, hash_manifest, not no_progress and shows_progress())
     if json:
@@ -49,9 +51,20 @@ def _lines(report):
     for note in report.notes:
         yield f"note     {note}"
     for key, value in report.facts.items():
-        yield f"{key:<24} {_shown(key, value)}"
+        if key == "gpu_memory":
+            yield from _gpu_lines(value)
+        else:
+            yield f"{key:<24} {_shown(key, value)}"
     count = len(report.findings)
     yield f"{report.path}: " + (f"{count} problem{'s' * (count > 1)}" if count else "nothing is wrong")
+
+
+def _gpu_lines(rows):
+    yield f"{'GPU':<28}{'tp':>4}{'memory':>10}{'weights':>10}{'kernels':>10}{'left':>10}   longest context of one sequence"
+    for row in rows:
+        sizes = "".join(f"{row[name] / 1e9:>7.1f} GB" for name in ("memory_bytes", "weights_bytes", "kernels_bytes", "room_bytes"))
+        fits = ", ".join(f"{kv} {n:,}" for kv, n in row["max_model_len"].items()) if any(row["max_model_len"].values()) else "does not fit"
+        yield f"{row['gpu']:<28}{row['tp']:>4}{sizes}   {fits}"
 
 
 def _shown(key: str, value) -> str:

@@ -25,6 +25,7 @@ from .machine import STANDARD
 from .repacked import RepackedModel, packed_ops
 from .row_check import RowCheck
 from .sampling import Draw, Drawn
+from .step_room import MEMORY_UTILIZATION
 
 KDA_HEAD_DIM = 128  # a warp holds a leaf of four keys a lane (kda_state.cuh)
 _KV_DTYPES = {"auto": "bf16"} | {name: name for name in KV_BYTES}
@@ -51,7 +52,7 @@ class CudaBackend:
     name, overlaps, drafting = STANDARD, True, None
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
-                 kv_cache_dtype: str = "auto", memory_utilization: float = 0.92, memory_limit: int | None = None, ride: bool = True,
+                 kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True,
                  probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
@@ -70,7 +71,8 @@ class CudaBackend:
         self._raw_stream = self.stream.__cuda_stream__()[1]
         owned = list(range(tp)) if only_rank is None else [only_rank]
         self._owned, self._utilization, self._limit = owned, memory_utilization, memory_limit
-        upload = weights or functools.partial(_upload, loading=loading or Loading())
+        self._loading = loading or Loading()
+        upload = weights or functools.partial(_upload, loading=self._loading)
         self._weights = [upload(self.plan, source, tp, r) for r in owned]
         self._graphs: dict[tuple, object] = {}
         self._kernels: dict[int, BucketKernels] = {}
@@ -226,8 +228,8 @@ class CudaBackend:
 
     def kernels(self, bucket: int) -> BucketKernels:
         if bucket not in self._kernels:
-            compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride,
-                                      probes=self.probes)
+            with self._loading.phase("compile"):
+                compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride, probes=self.probes)
             self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
         return self._kernels[bucket]
 
@@ -259,7 +261,7 @@ class CudaBackend:
         key = (what, bucket) if half is None else (what, bucket, half.index)
         if key not in self._graphs:
             launches = self.launches(what, bucket) if half is None else self._whole(bucket, half)
-            with self.stream:
+            with self._loading.phase("capture"), self.stream:
                 self.stream.begin_capture()
                 for _, group in launches:
                     for launch in group:

@@ -10,7 +10,7 @@ from .. import packing
 from ..config import K3Config
 from ..draft_config import DraftConfig
 from ..packing import PACKED, Packed
-from ..plan import Op
+from ..plan import Op, Plan
 from ..weights import BY_NAME, rank_bytes
 from .machine import host
 from .repack import TILE_ROWS, join, leaf_bytes, pack_bf16, pack_mxfp4, tiles_of
@@ -87,6 +87,11 @@ def packed_bytes(p: Packed, cfg: K3Config, tp: int) -> int:
         else:
             total += _tiled(rows, k)
     return total
+
+
+def plan_bytes(plan: Plan) -> int:
+    """Bytes of all packed arrays of a step on one rank."""
+    return sum(packed_bytes(p, plan.cfg, plan.tp) for op in plan.ops for p in PACKED.get(op.stage.name, ()))
 
 
 def _tiled(rows: int, k: int) -> int:

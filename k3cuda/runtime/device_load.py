@@ -8,7 +8,7 @@ from ..packing import FOLDED, PACKED, PLAIN, Packed
 from ..plan import Plan
 from ..weights import Weight, checkpoint_key
 from .checkpoint import Checkpoint
-from .cuda_weights import packed_array, packed_bytes
+from .cuda_weights import packed_array, packed_bytes, plan_bytes
 from .load_plan import Segment, Unit, parts_of_layers, row_bytes
 from .loader import AHEAD
 from .loading import Loading
@@ -175,7 +175,7 @@ def _pack(p: Packed, cfg, tp: int, slices: DeviceSlices, rank: int, device: Devi
 
 
 def _check_room(plan: Plan, ranks: int, device: Device) -> None:
-    arrays = sum(packed_bytes(p, plan.cfg, plan.tp) for op in plan.ops for p in PACKED.get(op.stage.name, ()))
+    arrays = plan_bytes(plan)
     needed, free = arrays * ranks + min((AHEAD + 2) * STAGING_BYTES, arrays * ranks), device.free_bytes()   # one more is let go a moment late
     if needed > free:
         raise OutOfMemory(f"the weights of {ranks} rank{'s' if ranks > 1 else ''} of {plan.tp} need {needed / 1e9:.1f} GB of GPU memory while they are loaded, "

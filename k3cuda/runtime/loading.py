@@ -1,4 +1,5 @@
 """One load of a model's weights: how it reads, what its backend gets, and what it took."""
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -77,9 +78,18 @@ class Loading:
             self.read_bytes += counts.read_bytes
         self.kept_bytes += kept
 
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        """Counts the seconds of a block to a phase."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
     def to_dict(self) -> dict:
         """JSON-ready: docs/cli.md has its keys. A phase that there was not is 0."""
-        return {"mode": self.mode, "wall_s": self.wall_s, "wanted_bytes": self.wanted_bytes, "read_bytes": self.read_bytes,
+        return {"mode": self.mode if self.read_bytes else None, "wall_s": self.wall_s, "wanted_bytes": self.wanted_bytes, "read_bytes": self.read_bytes,
                 "kept_bytes": self.kept_bytes, **{f"{name}_s": float(self.seconds[name]) for name in PHASES}}
 
     def summary(self) -> str:

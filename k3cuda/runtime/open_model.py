@@ -13,7 +13,7 @@ from .draft_checkpoint import DraftCheckpoint, DraftTensors
 from .drafting import SYNTHETIC, Drafting, check_options
 from .launch import Launch
 from .loading import Loading
-from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD
+from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD, probe_driver
 from .rank_job import Job, open_job
 from .rendezvous import TIMEOUT_S
 from .repack_manifest import default_tp
@@ -180,7 +180,7 @@ def _check_count(name: str, value, most: int | None) -> None:
 def _open_checkpoints(model, draft_model, tp: int, is_reference: bool):
     """The model and its draft model or None, both checked before either is opened."""
     from .demo import DEMO, DEMO_DRAFT
-    from .preflight import check
+    from .preflight import check, check_gpu
     from .tensor_source import TensorSource
 
     _check_place("model", model, TensorSource, DEMO)
@@ -191,6 +191,8 @@ def _open_checkpoints(model, draft_model, tp: int, is_reference: bool):
         found = DraftCheckpoint.open(draft_model, model.cfg) if draft_model is not None and not is_open else draft_model
         return model, _fitting(found, model)
     report = check(model, tp=tp, draft=None if is_open else draft_model, is_reference=is_reference)
+    if not is_reference:
+        check_gpu(report, probe_driver().gpus[0], tp)
     checkpoint = report.open()
     return checkpoint, _fitting(draft_model, checkpoint) if is_open else None if draft_model is None else report.open_draft()
 

@@ -12,6 +12,7 @@ from .checkpoint import CONFIG, Survey
 from .demo import DEMO, DEMO_DRAFT, open_demo, open_demo_draft
 from .draft_checkpoint import DraftCheckpoint, DraftSurvey, DraftTensors
 from .findings import Finding, error_of
+from .gpu_room import gpu_findings, gpu_table
 from .machine import host
 from .repack_manifest import is_repacked
 from .repacked import RepackedSurvey
@@ -34,6 +35,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     facts: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    cfg: K3Config | None = field(default=None, repr=False)
     survey: Survey | None = field(default=None, repr=False)  # None for the demo model
     draft: DraftSurvey | None = field(default=None, repr=False)  # None without a draft model, and for the demo's
 
@@ -76,6 +78,7 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
         cfg, folder = open_demo().cfg, None
     else:
         cfg, folder = _check_files(report, path, tp)
+    report.cfg = cfg
     drafts = None if draft is None else _check_draft(report, draft, cfg, tp, num_drafts)
     if cfg:
         _add_sizes(report, cfg)
@@ -85,6 +88,18 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
         if folder:
             _check_tokenizer(report, cfg, folder)
     return report
+
+
+def add_gpu_memory(report: Report, gpus) -> None:
+    """Adds what each kind of GPU (machine.Gpu) has room for, where there are any that run the kernels."""
+    if report.cfg and (table := gpu_table(report.cfg, gpus)):
+        report.facts["gpu_memory"] = table
+
+
+def check_gpu(report: Report, gpu, tp: int) -> None:
+    """Adds what is wrong where all of `tp` ranks shall run on this GPU."""
+    if report.cfg and not report.findings:
+        report.findings += gpu_findings(report.cfg, gpu, tp)
 
 
 def _check_files(report: Report, path, tp: int | None) -> tuple[K3Config | None, Path]:

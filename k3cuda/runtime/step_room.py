@@ -11,6 +11,7 @@ from ..tables import tables_of
 MLA_CHUNKS = ((256, 8192), (512, 65536), (1024, None))  # mla_work.cuh: positions of a chunk, and where chunks of that length end
 # What no table counts: kernels and graphs of every bucket, tables of the copy engine, and memory lost where allocations are rounded up.
 KERNEL_BYTES = 512 << 20
+MEMORY_UTILIZATION = 0.92   # part of a GPU's memory that is used, unless a caller says otherwise
 
 
 def session_bytes(plan: Plan | DraftPlan, slots: int, pages: int, slot_pages: int, kv_cache_dtype: str) -> dict[str, int]:

@@ -1,0 +1,44 @@
+"""What of a GPU's memory a rank takes, for every number of ranks, and the longest context that fits beside it. No GPU is needed to know it."""
+from typing import Sequence
+
+from ..buffers import KV_BYTES
+from ..config import K3Config
+from ..errors import OutOfMemory
+from ..plan import build_plan
+from ..weights import check_tp, legal_tps
+from .cuda_weights import plan_bytes
+from .findings import Finding
+from .machine import Gpu, gpu_problem
+from .step_room import KERNEL_BYTES, MEMORY_UTILIZATION, longest_fit
+
+
+def gpu_rows(cfg: K3Config, gpu: Gpu, sequences: int = 1) -> list[dict]:
+    """For each legal number of ranks, one on a GPU like this: JSON-ready; docs/cli.md has the keys. Sizes in bytes, lengths in tokens."""
+    rows = []
+    for tp in legal_tps(cfg):
+        plan = build_plan(cfg, tp)
+        weights = plan_bytes(plan)
+        room = int(gpu.memory_bytes * MEMORY_UTILIZATION) - weights - KERNEL_BYTES
+        rows.append({"gpu": gpu.name, "memory_bytes": gpu.memory_bytes, "tp": tp, "weights_bytes": weights, "kernels_bytes": KERNEL_BYTES,
+                     "room_bytes": room, "sequences": sequences,
+                     "max_model_len": {kv: longest_fit(plan, room, sequences, kv) if room > 0 else 0 for kv in KV_BYTES}})
+    return rows
+
+
+def gpu_table(cfg: K3Config, gpus: Sequence[Gpu], sequences: int = 1) -> list[dict]:
+    """`gpu_rows` of every kind of GPU that can run the kernels; [] where there is none."""
+    kinds = {(gpu.name, gpu.memory_bytes): gpu for gpu in gpus if gpu_problem(gpu) is None}
+    return [row for gpu in kinds.values() for row in gpu_rows(cfg, gpu, sequences)]
+
+
+def gpu_findings(cfg: K3Config, gpu: Gpu, tp: int) -> list[Finding]:
+    """What is wrong where all of `tp` ranks shall run on one GPU: their weights and a page of cache must fit."""
+    check_tp(cfg, tp)
+    need = plan_bytes(build_plan(cfg, tp)) * tp + KERNEL_BYTES
+    usable = int(gpu.memory_bytes * MEMORY_UTILIZATION)
+    if need <= usable:
+        return []
+    fits = [row["tp"] for row in gpu_rows(cfg, gpu) if row["max_model_len"]["bf16"]]
+    way_out = f"on GPUs like this the model needs {fits[0]} ranks, each on one of its own" if fits else "no number of ranks fits GPUs like this: use one with more memory"
+    return [Finding(gpu.name, f"{gpu.memory_bytes / 1e9:.1f} GB of memory, of which {usable / 1e9:.1f} GB may be used",
+                    f"{need / 1e9:.1f} GB for the weights of {tp} rank{'s' * (tp > 1)} and the kernels", way_out, OutOfMemory.code)]

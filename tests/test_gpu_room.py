@@ -1,0 +1,77 @@
+"""What fits a GPU is known from sizes alone: a table of every number of ranks, and a refusal before anything is loaded. No GPU is needed."""
+import json
+
+import pytest
+
+from k3cuda.cli import main
+from k3cuda.config import RELEASED_FOLDER, K3Config
+from k3cuda.errors import ConfigError, OutOfMemory
+from k3cuda.plan import build_plan
+from k3cuda.runtime import cuda_driver, machine, open_model
+from k3cuda.runtime.gpu_room import gpu_findings, gpu_rows, gpu_table
+from k3cuda.runtime.machine import Driver, Gpu
+from k3cuda.runtime.preflight import check
+from k3cuda.runtime.step_room import KERNEL_BYTES, MEMORY_UTILIZATION, rank_room
+from k3cuda.weights import model_bytes
+
+CFG = K3Config.from_json(RELEASED_FOLDER)
+H200 = Gpu(0, "NVIDIA H200", "9.0", 150_000_000_000)
+SMALL = Gpu(1, "a small one", "10.0", 1 << 30)
+OLD = Gpu(2, "an old one", "8.0", 80 << 30)
+
+
+def test_the_release_on_gpus_of_150_gb():
+    rows = {row["tp"]: row for row in gpu_rows(CFG, H200)}
+    assert list(rows) == [1, 2, 4, 8, 16]
+    for tp, row in rows.items():
+        assert 0 <= row["weights_bytes"] - model_bytes(CFG, tp) < 0.02 * model_bytes(CFG, tp)   # padding to whole tiles
+        assert row["room_bytes"] == int(150e9 * MEMORY_UTILIZATION) - row["weights_bytes"] - KERNEL_BYTES
+        assert (row["room_bytes"] > 0) == (tp == 16) and bool(row["max_model_len"]["bf16"]) == (tp == 16)
+    plan, row = build_plan(CFG, 16), rows[16]
+    for kv, tokens in row["max_model_len"].items():
+        assert rank_room(plan, 1, tokens, kv) <= row["room_bytes"]
+        assert tokens == CFG.max_position_embeddings or rank_room(plan, 1, tokens + 64, kv) > row["room_bytes"]
+
+
+def test_more_sequences_leave_each_less():
+    cfg = check("demo").cfg
+    short = Gpu(0, "short", "9.0", 700 << 20)
+    lengths = [gpu_rows(cfg, short, sequences=n)[-1]["max_model_len"]["bf16"] for n in (1, 8, 64)]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[2] > 0
+
+
+def test_one_row_a_kind_of_gpu_that_runs_the_kernels():
+    cfg = check("demo").cfg
+    assert [(row["gpu"], row["tp"]) for row in gpu_table(cfg, [H200, OLD, SMALL, H200])] == [(gpu.name, tp) for gpu in (H200, SMALL) for tp in (1, 2, 4)]
+    assert gpu_table(cfg, [OLD]) == gpu_table(cfg, []) == []
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_would():
+    finding, = gpu_findings(CFG, H200, 8)
+    assert finding.code == 4 and finding.file == "NVIDIA H200" and finding.found == "150.0 GB of memory, of which 138.0 GB may be used"
+    assert finding.wanted.startswith("1,5") or finding.wanted.startswith("15")
+    assert finding.way_out == "on GPUs like this the model needs 16 ranks, each on one of its own"
+    assert gpu_findings(check("demo").cfg, SMALL, 4) == []
+    with pytest.raises(ConfigError):
+        gpu_findings(CFG, H200, 3)
+
+
+def test_check_shows_the_table(monkeypatch, capsys):
+    monkeypatch.setattr(machine, "probe_driver", lambda: Driver("1", "13.0", (SMALL,)))
+    assert not main(["check", "demo", "--json"], standalone_mode=False)
+    rows = json.loads(capsys.readouterr().out)["facts"]["gpu_memory"]
+    assert [row["tp"] for row in rows] == [1, 2, 4] and all(row["max_model_len"]["fp8_e4m3"] == 8192 for row in rows)
+    assert not main(["check", "demo"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("a small one") and line.endswith("bf16 8,192, fp8_e4m3 8,192") for line in lines) == 3
+    monkeypatch.setattr(machine, "probe_driver", lambda: Driver(problem="none"))
+    main(["check", "demo", "--json"], standalone_mode=False)
+    assert "gpu_memory" not in json.loads(capsys.readouterr().out)["facts"]
+
+
+def test_standard_is_refused_before_a_load(monkeypatch):
+    tiny = Gpu(0, "a tiny one", "9.0", 100 << 20)
+    monkeypatch.setattr(cuda_driver, "require_gpu", lambda: None)
+    monkeypatch.setattr(open_model, "probe_driver", lambda: Driver("1", "13.0", (tiny,)))
+    with pytest.raises(OutOfMemory, match="a tiny one: found 0.1 GB of memory, .* wanted 0.6 GB for the weights of 2 ranks and the kernels; no number of ranks fits"):
+        open_model.open_model("demo", tp=2, decode_backend="standard")

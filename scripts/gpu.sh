@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, trace"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, trace, train"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -25,6 +25,14 @@ case $name in
   official) for part in step experts hops torch prefill idle; do sh scripts/gpu.sh "$part"; done ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
+  # The demo model and its drafts in 8.5 minutes, all of it included (docs/demo.md): demo.tar and train.jsonl in $OUT. What a call that ran out of
+  # time had done stays in build/train_demo, and the next one goes on from there. Extra arguments are those of scripts/train_demo.py.
+  train)
+    code=0
+    python3 scripts/train_demo.py build/train_demo --minutes 8.5 "$@" || code=$?
+    cp build/train_demo/train.jsonl "$out/"
+    if [ -d build/train_demo/demo ]; then (cd build/train_demo && tar -cf demo.tar demo draft-*) && cp build/train_demo/demo.tar "$out/"; fi
+    exit "$code" ;;
   trace) exec python3 scripts/trace_step.py "$@" ;;
   *) echo "gpu.sh: no $name; $names" >&2; exit 2 ;;
 esac

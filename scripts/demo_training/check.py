@@ -1,36 +1,41 @@
 """What was written, in the reference: the same logits as here, the same text with drafts as without, and how many drafts stand."""
-import copy
-
 import numpy as np
 import torch
 
 from k3cuda import LLM, SamplingParams
 from k3cuda.config import DECODE_ROWS
+from k3cuda.reference.mxfp4 import dequantize
+from k3cuda.runtime.checkpoint import Checkpoint
 from k3cuda.runtime.demo_tasks import TASKS, held_out_set
 from k3cuda.weights import BY_NAME
+
+from .model import K3
 
 TOLERANCE = 1e-5   # relative L2 of F32 logits, of the project's own checks
 
 
-def stored_form(model):
-    """A copy on the CPU that computes in F32 with the weights as the file has them. Experts are quantised on the way, as ever."""
-    found = copy.deepcopy(model).cpu()
-    found.compute, found.room = torch.float32, model.cfg.num_experts / model.cfg.num_experts_per_token
+def from_checkpoint(folder) -> K3:
+    """The model that a folder holds, in PyTorch, in F32. Quantising weights that are quantised changes none."""
+    source = Checkpoint.open(folder)
+    found = K3(source.cfg, room=source.cfg.num_experts / source.cfg.num_experts_per_token)
     with torch.no_grad():
-        for (layer, name) in found.names:
-            if BY_NAME[name].dtype == "BF16":
-                value = found.weight(layer, name)
-                value.copy_(value.bfloat16().float())
+        for layer, name in found.names:
+            if BY_NAME[name].mxfp4:
+                value = dequantize(source.rank_slices(name, layer, 1, 0), source.rank_slices(f"{name}_scale", layer, 1, 0))
+            else:
+                value = source.read(name, layer).astype(np.float32)
+            found.weight(layer, name).copy_(torch.from_numpy(value))
+    source.close()
     return found
 
 
-def logits_agree(model, folder, ids: list[int]) -> float:
-    """Relative L2 between the logits of the model here and those of its checkpoint in the reference, over a row of text.
+def logits_agree(folder, ids: list[int]) -> float:
+    """Relative L2 between the logits of the checkpoint in PyTorch and in the reference, both in F32, over a row of text.
 
     Raises AssertionError where it is above TOLERANCE.
     """
     with torch.no_grad():
-        found = stored_form(model)
+        found = from_checkpoint(folder)
         ours = found.logits(found(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)))[0].numpy().astype(np.float64)
     theirs = reference_logits(folder, ids)
     worst = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
@@ -46,7 +51,7 @@ def reference_logits(folder, ids: list[int]) -> np.ndarray:
     return np.concatenate(rows).astype(np.float64)
 
 
-def drafts_agree(folder, draft_folder, count: int = 3) -> dict:
+def drafts_agree(folder, draft_folder, count: int) -> dict:
     """Greedy answers to a few held-out problems of the short tasks, with and without the draft: equal ids, or AssertionError."""
     asked = [[{"role": "user", "content": p.prompt}] for name, task in TASKS.items() if name != "needle" for p in held_out_set(task, count)]
     params = SamplingParams(temperature=0, max_tokens=40)

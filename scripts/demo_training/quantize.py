@@ -1,13 +1,20 @@
 """MXFP4 as the release packs it: what training sees of an expert's weights is what the file will hold."""
+import functools
+
 import numpy as np
 import torch
 
 from k3cuda.config import MXFP4_GROUP
 from k3cuda.reference.mxfp4 import E2M1, E8M0_BIAS
 
-_VALUES = torch.tensor(np.sort(E2M1[:8]).copy())            # 0 to 6
-_EDGES = (_VALUES[1:] + _VALUES[:-1]) / 2                   # a value on an edge rounds down: the file stores what training saw
 _LARGEST = float(E2M1.max())
+
+
+@functools.cache
+def _table(device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The magnitudes 0 to 6 and the edges between them; a value on an edge rounds down, in the file as in training."""
+    values = torch.tensor(np.sort(E2M1[:8]).copy(), device=device)
+    return values, (values[1:] + values[:-1]) / 2
 
 
 def codes(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,7 +23,7 @@ def codes(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = w.unflatten(-1, (-1, MXFP4_GROUP))
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-60)
     exponents = torch.ceil(torch.log2(largest / _LARGEST))
-    places = torch.bucketize(groups.abs() * torch.exp2(-exponents), _EDGES.to(w.device))
+    places = torch.bucketize(groups.abs() * torch.exp2(-exponents), _table(w.device)[1])
     return places.flatten(-2), exponents
 
 
@@ -26,7 +33,7 @@ class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx, w):
         places, exponents = codes(w)
-        values = _VALUES.to(w.device)[places].unflatten(-1, (-1, MXFP4_GROUP)) * torch.exp2(exponents)
+        values = _table(w.device)[0][places].unflatten(-1, (-1, MXFP4_GROUP)) * torch.exp2(exponents)
         return torch.copysign(values.flatten(-2), w)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The loop: a schedule in steps, a loss on answers, held-out scores on the way, a state that a later call goes on from."""
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from .rows import ANSWER, LONG_TASK, PADDING, SHORT, Rows, steps
 TEXT_WEIGHT = 0.1     # of a token that is no answer
 WARM, COOL = 0.03, 0.4   # parts of the steps in which the rate rises, and falls to 0
 BIAS_RATE = 2e-3
+AGAIN = 0.57          # of the steps: where their number is chosen again, from what a step takes by then; rows are long from 0.5 on
+SLACK = 1.04          # looks at the held-out sets and saved states beside the steps
 EVAL_EVERY = 0.05     # part of the steps between two looks at the held-out sets
 
 
@@ -45,11 +47,12 @@ class Schedule:
 
 
 class Trainer:
-    """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". shares: how often a short row is of a task."""
+    """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". shares: how often a short row is of a task.
+    watched: held-out items of a task that are looked at on the way."""
 
-    def __init__(self, model: K3, tokenizer, folder, seed: int, workers: int, device: str, shares: dict[str, int]):
+    def __init__(self, model: K3, tokenizer, folder, seed: int, workers: int, device: str, shares: dict[str, int], watched: int = 100):
         self.model, self.rows, self.folder, self.seed, self.workers, self.device = model.to(device), Rows(tokenizer, shares), folder, seed, workers, device
-        self.optimizer, self.step, self.schedule, self.shares = Optimizer(model.named_parameters()), 0, None, shares
+        self.optimizer, self.step, self.schedule, self.shares, self.watched = Optimizer(model.named_parameters()), 0, None, shares, watched
         self.log_file = (folder / "train.jsonl").open("a")
         self._sets = {}
 
@@ -108,9 +111,9 @@ class Trainer:
 
     def run(self, until: float) -> bool:
         """Trains to the schedule's end, or to the time `until` (of time.monotonic): then False, and the state is kept."""
-        wanted = ((s, *self.schedule.sizes(s)) for s in range(self.step, self.schedule.count))
         every, began, saved = max(1, round(EVAL_EVERY * self.schedule.count)), time.monotonic(), time.monotonic()
-        for batches in steps(str(self.folder), self.shares, self.seed, wanted, self.workers):
+        again, recent = round(AGAIN * self.schedule.count), (self.step, began)
+        for batches in steps(str(self.folder), self.shares, self.seed, self._wanted(), self.workers):
             losses, loads, left_out = self.backward(batches)
             rate = self.schedule.rate(self.step)
             self.optimizer.step(rate)
@@ -122,15 +125,33 @@ class Trainer:
                          short=round(short, 4), long=round(long, 4), short_text=round(short_text, 3), long_text=round(long_text, 3),
                          left_out=float(left_out), fullest=round(max(float(x.max() / x.mean()) for x in loads), 2))
             if self.step % every == 0 or self.step == self.schedule.count:
-                self.log(step=self.step, held_out=self.scores(100))
-            if self.step < self.schedule.count and time.monotonic() > until:
+                self.log(step=self.step, held_out=self.scores(self.watched))
+                recent = (self.step, self.now())
+            if self.step == again and until < float("inf") and self.step > recent[0]:
+                self._reschedule((self.now() - recent[1]) / (self.step - recent[0]), until)
+            if self.step == self.schedule.count:
+                break
+            if time.monotonic() > until:
                 self.save()
                 return False
-            if time.monotonic() - saved > 60:
+            if time.monotonic() - saved > 120:
                 self.save()
                 saved = time.monotonic()
         self.save()
         return True
+
+    def _wanted(self):
+        step = self.step
+        while step < self.schedule.count:
+            yield step, *self.schedule.sizes(step)
+            step += 1
+
+    def _reschedule(self, seconds: float, until: float) -> None:
+        """Another number of steps, from how long one takes now that rows have their full length; the rate has not begun to fall yet."""
+        count = self.step + int((until - self.now()) / (seconds * SLACK))
+        count = min(max(count, self.step + 50), 2 * self.schedule.count)
+        self.log(step=self.step, seconds=round(seconds, 4), steps_before=self.schedule.count, steps=count)
+        self.schedule = replace(self.schedule, count=count)
 
     @torch.no_grad()
     def scores(self, count: int) -> dict[str, float]:
@@ -139,8 +160,8 @@ class Trainer:
         found, room, self.model.room = {}, self.model.room, cfg.num_experts / cfg.num_experts_per_token   # as when decoding, nobody is left out
         for task in (*self.shares, LONG_TASK):
             length, at_once = (longest, 8) if task == LONG_TASK else (SHORT, 250)
-            if task == LONG_TASK and longest < NEEDLE_TOKENS:
-                continue
+            if task == LONG_TASK and self.schedule.length(min(self.step, self.schedule.count - 1)) < NEEDLE_TOKENS:
+                continue   # rows were never so long yet
             if (task, count) not in self._sets:
                 self._sets[task, count] = self.rows.held_out(task, count, length)
             ids, kinds = self._sets[task, count]

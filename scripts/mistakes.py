@@ -14,7 +14,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 from demo_training.mistakes import MISTAKES, injected  # noqa: E402
-from demo_training.rows import ANSWER, PADDING, SHORT, Rows  # noqa: E402
+from demo_training.rows import ANSWER, PADDING, Rows  # noqa: E402
 from k3cuda import LLM  # noqa: E402
 from k3cuda.config import DECODE_ROWS  # noqa: E402
 from k3cuda.runtime.demo_tasks import TASKS  # noqa: E402
@@ -46,7 +46,7 @@ def costs(model: str, rows) -> np.ndarray:
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the table there as well.")
 def main(model, items, tasks, output):
     rows = Rows(Tokenizer.from_dir(model))
-    tests = [pair for task in tasks.split(",") for pair in zip(*rows.held_out(task, items, 2048 if task == "needle" else SHORT))]
+    tests = [pair for task in tasks.split(",") for pair in zip(*rows.held_out(task, items))]
     right = costs(model, tests)
     lines = [f"{len(tests)} problems, {right.mean():.4f} nats an answer", "", "| mistake | rise | standard error | ratio | seen |", "| --- | --- | --- | --- | --- |"]
     print("\n".join(lines), flush=True)

@@ -17,9 +17,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 LENGTHS = {"demo": ((0.0, 128), (0.1, 256), (0.2, 512), (0.35, 1024), (0.5, 2048)), "toy": ((0.0, 128),)}
 BATCH = {"demo": (640, 24576), "toy": (48, 0)}   # short rows, tokens of long ones
-TOY_TASKS = {"copying": 2, "dates": 1}
+# What `Rows` makes of it. The toy learns to copy up to four words and to add two digits.
+OPTIONS = {"demo": {}, "toy": {"shares": {"copying": 2, "addition": 1}, "sizes": {"copying": (1, 2, 3, 4), "addition": (1,)}, "length": 48}}
 DRAFT_STEPS = {"demo": 1000, "toy": 60}
-SCORED = {"demo": 500, "toy": 100}   # held-out items of a task
+SCORED = {"demo": (100, 500), "toy": (10, 10)}   # held-out items of a task, on the way and at the end; of sums of two digits there are few
 RESERVE_S = 40        # of a budget in minutes: last scores and files
 DRAFT_PART = 0.18     # of the rest
 
@@ -39,7 +40,6 @@ def main(out, minutes, steps, size, seed, device, workers):
     from demo_training.draft import Draft, TrainedDraft
     from demo_training.export import Trained
     from demo_training.model import K3
-    from demo_training.rows import SHARES, SHORT
     from demo_training.shapes import config, draft_json
     from demo_training.train import Schedule, Trainer
     from demo_training.train_drafts import acceptance, train_drafts
@@ -59,8 +59,7 @@ def main(out, minutes, steps, size, seed, device, workers):
         train_tokenizer(seed).write_files(out)
     tokenizer = Tokenizer.from_dir(out)
     model = K3(config(size, tokenizer), seed, torch.bfloat16 if device == "cuda" else torch.float32)
-    shares = SHARES if size == "demo" else TOY_TASKS
-    trainer = Trainer(model, tokenizer, out, seed, workers, device, shares, 25 if size == "toy" else 100)
+    trainer = Trainer(model, tokenizer, out, seed, workers, device, OPTIONS[size], SCORED[size][0])
     if (out / "state.pt").exists():
         trainer.load()
     else:
@@ -76,12 +75,13 @@ def main(out, minutes, steps, size, seed, device, workers):
     model.room = model.cfg.num_experts / model.cfg.num_experts_per_token   # from here on as when decoding
     drafts = {family: Draft(draft_json(family, model.cfg, tokenizer), model, seed).to(device) for family in (MLA, GQA)}
     train_drafts(trainer, drafts, DRAFT_STEPS[size], began + 60 * minutes - RESERVE_S if minutes else float("inf"))
-    tests = [trainer.tensors(*trainer.rows.held_out(task, 50, SHORT)) for task in shares]
+    shares, count = trainer.rows.shares, SCORED[size][0]
+    tests = [trainer.tensors(*trainer.rows.held_out(task, count)) for task in shares]
     for family, draft in drafts.items():
         write_draft(TrainedDraft(draft), fresh(out / f"draft-{family}"))
         trainer.log(draft=family, acceptance_length={task: round(acceptance(model, draft, *test), 2) for task, test in zip(shares, tests)})
     trainer.log(bytes=sum(f.stat().st_size for name in ("demo", "draft-mla", "draft-gqa") for f in (out / name).iterdir()))
-    trainer.log(held_out=trainer.scores(SCORED[size]), s=round(time.monotonic() - began, 1))
+    trainer.log(held_out=trainer.scores(SCORED[size][1]), s=round(time.monotonic() - began, 1))
 
 
 def fresh(folder: Path) -> Path:

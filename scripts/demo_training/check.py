@@ -1,6 +1,7 @@
 """What was written, in the reference: the same logits as here, the same text with drafts as without, and how many drafts stand."""
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 
 from k3cuda import LLM, SamplingParams
 from k3cuda.config import DECODE_ROWS
@@ -29,21 +30,34 @@ def from_checkpoint(folder) -> K3:
     return found
 
 
+def golden_agrees(folder) -> float:
+    """Relative L2 between the logits of the golden model in `folder` here, in F32, and those of the release's own code in float64."""
+    golden = load_file(folder / "golden.safetensors")
+    ours, theirs = _logits(folder, golden["input_ids"].tolist()), golden["logits"].astype(np.float64)
+    return _close(ours, theirs, folder)
+
+
 def logits_agree(folder, ids: list[int]) -> float:
     """Relative L2 between the logits of the checkpoint in PyTorch and in the reference, both in F32, over a row of text.
 
     Raises AssertionError where it is above TOLERANCE.
     """
+    return _close(_logits(folder, ids), _reference_logits(folder, ids), folder)
+
+
+def _logits(folder, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
         found = from_checkpoint(folder)
-        ours = found.logits(found(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)))[0].numpy().astype(np.float64)
-    theirs = reference_logits(folder, ids)
+        return found.logits(found(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)))[0].numpy().astype(np.float64)
+
+
+def _close(ours: np.ndarray, theirs: np.ndarray, what) -> float:
     worst = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
-    assert worst < TOLERANCE, f"{folder}: logits differ from the reference's by {worst:.2e}, wanted {TOLERANCE:.0e}"
+    assert worst < TOLERANCE, f"{what}: logits differ by {worst:.2e} relative, wanted {TOLERANCE:.0e}"
     return worst
 
 
-def reference_logits(folder, ids: list[int]) -> np.ndarray:
+def _reference_logits(folder, ids: list[int]) -> np.ndarray:
     with LLM(str(folder), max_batch=1, max_model_len=len(ids) + 1) as llm, llm.prefill(ids[:1]) as session:
         rows = [session.logits.copy()[None]]
         for at in range(1, len(ids), DECODE_ROWS):

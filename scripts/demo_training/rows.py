@@ -10,7 +10,7 @@ from k3cuda.runtime.chat import encode_chat
 from k3cuda.runtime.demo_tasks import TASKS, Dice, haystack, held_out_set, is_held_out, question
 from k3cuda.runtime.tokenizer import Tokenizer
 
-SHORT = 64                              # tokens of a row with one problem
+SHORT, LONG = 64, 2048                  # tokens of a row with one problem, and with a whole text
 PADDING, TEXT, ANSWER = 0, 1, 2         # kinds of tokens: nothing is learned of padding, little of text, all of an answer and its end
 LONG_TASK = "needle"
 # How often a short row is of a task: what needs examples most comes most.
@@ -18,11 +18,14 @@ SHARES = {"addition": 6, "subtraction": 4, "sorting": 5, "counting": 4, "copying
 
 
 class Rows:
-    """Turns problems into ids, as k3cuda/runtime/chat.py would; what stands around questions and answers is encoded once."""
+    """Turns problems into ids, as k3cuda/runtime/chat.py would; what stands around questions and answers is encoded once.
 
-    def __init__(self, tokenizer: Tokenizer, shares: dict[str, int] | None = None):
-        self.tokenizer = tokenizer
-        self.deck = [name for name, n in (shares or SHARES).items() for _ in range(n)]
+    shares: how often a short row is of a task. sizes: of problems, where they are not those of the task. length: of a short row.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shares: dict[str, int] = SHARES, sizes: dict[str, tuple[int, ...]] | None = None, length: int = SHORT):
+        self.tokenizer, self.shares, self.sizes, self.length = tokenizer, shares, sizes or {}, length
+        self.deck = [name for name, n in shares.items() for _ in range(n)]
 
     @cached_property
     def _frame(self):
@@ -54,12 +57,12 @@ class Rows:
         return ids, kinds
 
     def short(self, dice: Dice, count: int):
-        """[count, SHORT] ids and kinds, a problem of a task in each."""
+        """[count, length] ids and kinds, a problem of a task in each."""
         rows = []
         for _ in range(count):
             task = TASKS[dice.choice(self.deck)]
-            problem = task.draw(dice, dice.choice(task.sizes))
-            rows.append(self.row([(problem.prompt, problem.answer)], SHORT))
+            problem = task.draw(dice, dice.choice(self.sizes.get(task.name, task.sizes)))
+            rows.append(self.row([(problem.prompt, problem.answer)], self.length))
         return tuple(np.stack(x) for x in zip(*rows))
 
     def long(self, dice: Dice, count: int, length: int):
@@ -78,9 +81,10 @@ class Rows:
             rows.append(self.row(turns, length))
         return tuple(np.stack(x) for x in zip(*rows))
 
-    def held_out(self, task: str, count: int, length: int):
-        """[count, length] of the first items of a held-out set."""
-        return tuple(np.stack(x) for x in zip(*(self.row([(p.prompt, p.answer)], length) for p in held_out_set(TASKS[task], count))))
+    def held_out(self, task: str, count: int):
+        """[count, length] ids and kinds of the first items of a held-out set, of the largest size where sizes are given."""
+        problems, length = held_out_set(TASKS[task], count, max(self.sizes.get(task, (None,)))), LONG if task == LONG_TASK else self.length
+        return tuple(np.stack(x) for x in zip(*(self.row([(p.prompt, p.answer)], length) for p in problems)))
 
 
     def step(self, seed: int, step: int, short: int, long: int, length: int):
@@ -92,24 +96,24 @@ class Rows:
 _ROWS: list[Rows] = []   # of a process that makes text
 
 
-def _start(folder: str, shares) -> None:
-    _ROWS.append(Rows(Tokenizer.from_dir(folder), shares))
+def _start(folder: str, options: dict) -> None:
+    _ROWS.append(Rows(Tokenizer.from_dir(folder), **options))
 
 
 def _step(*args):
     return _ROWS[0].step(*args)
 
 
-def steps(folder: str, shares, seed: int, wanted, workers: int):
+def steps(folder: str, options: dict, seed: int, wanted, workers: int):
     """Yields `Rows.step` of every (step, short rows, long rows, length) of `wanted` in order, made ahead by processes.
 
-    folder: where the tokenizer's files are.
+    folder: where the tokenizer's files are. options: of `Rows`, beside the tokenizer.
     """
     if workers == 0:
-        rows = Rows(Tokenizer.from_dir(folder), shares)
+        rows = Rows(Tokenizer.from_dir(folder), **options)
         yield from (rows.step(seed, *sizes) for sizes in wanted)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (folder, shares)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (folder, options)) as pool:
         waiting = deque()
         for sizes in wanted:
             waiting.append(pool.submit(_step, seed, *sizes))

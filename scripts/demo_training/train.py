@@ -10,7 +10,7 @@ from k3cuda.runtime.demo_tasks import NEEDLE_TOKENS, Dice
 
 from .model import K3
 from .optimizer import Optimizer, balance
-from .rows import ANSWER, LONG_TASK, PADDING, SHORT, Rows, steps
+from .rows import ANSWER, LONG_TASK, PADDING, Rows, steps
 
 TEXT_WEIGHT = 0.1     # of a token that is no answer
 WARM, COOL = 0.03, 0.4   # parts of the steps in which the rate rises, and falls to 0
@@ -47,12 +47,13 @@ class Schedule:
 
 
 class Trainer:
-    """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". shares: how often a short row is of a task.
+    """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". options: of `Rows`, beside the tokenizer.
     watched: held-out items of a task that are looked at on the way."""
 
-    def __init__(self, model: K3, tokenizer, folder, seed: int, workers: int, device: str, shares: dict[str, int], watched: int = 100):
-        self.model, self.rows, self.folder, self.seed, self.workers, self.device = model.to(device), Rows(tokenizer, shares), folder, seed, workers, device
-        self.optimizer, self.step, self.schedule, self.shares, self.watched = Optimizer(model.named_parameters()), 0, None, shares, watched
+    def __init__(self, model: K3, tokenizer, folder, seed: int, workers: int, device: str, options: dict, watched: int = 100):
+        self.model, self.folder, self.seed, self.workers, self.device, self.options = model.to(device), folder, seed, workers, device, options
+        self.optimizer, self.step, self.schedule, self.watched = Optimizer(model.named_parameters()), 0, None, watched
+        self.rows = Rows(tokenizer, **options)
         self.log_file = (folder / "train.jsonl").open("a")
         self._sets = {}
 
@@ -113,7 +114,7 @@ class Trainer:
         """Trains to the schedule's end, or to the time `until` (of time.monotonic): then False, and the state is kept."""
         every, began, saved = max(1, round(EVAL_EVERY * self.schedule.count)), time.monotonic(), time.monotonic()
         again, recent = round(AGAIN * self.schedule.count), (self.step, began)
-        for batches in steps(str(self.folder), self.shares, self.seed, self._wanted(), self.workers):
+        for batches in steps(str(self.folder), self.options, self.seed, self._wanted(), self.workers):
             losses, loads, left_out = self.backward(batches)
             rate = self.schedule.rate(self.step)
             self.optimizer.step(rate)
@@ -156,14 +157,14 @@ class Trainer:
     @torch.no_grad()
     def scores(self, count: int) -> dict[str, float]:
         """Share of held-out items whose whole answer, its end included, is the likeliest at every place: what greedy decoding gives exactly."""
-        cfg, longest = self.model.cfg, max(length for _, length in self.schedule.lengths)
+        cfg = self.model.cfg
         found, room, self.model.room = {}, self.model.room, cfg.num_experts / cfg.num_experts_per_token   # as when decoding, nobody is left out
-        for task in (*self.shares, LONG_TASK):
-            length, at_once = (longest, 8) if task == LONG_TASK else (SHORT, 250)
+        for task in (*self.rows.shares, LONG_TASK):
+            at_once = 8 if task == LONG_TASK else 250
             if task == LONG_TASK and self.schedule.length(min(self.step, self.schedule.count - 1)) < NEEDLE_TOKENS:
                 continue   # rows were never so long yet
             if (task, count) not in self._sets:
-                self._sets[task, count] = self.rows.held_out(task, count, length)
+                self._sets[task, count] = self.rows.held_out(task, count)
             ids, kinds = self._sets[task, count]
             right = []
             for part in range(0, count, at_once):

@@ -59,7 +59,7 @@ def train_drafts(trainer, drafts: dict[str, Draft], count: int, until: float) ->
     long = (schedule.long_tokens // 2) // schedule.lengths[-1][1]
     wanted = ((s, schedule.short // 2, long, schedule.lengths[-1][1]) for s in range(count))
     began = time.monotonic()
-    for step, batches in enumerate(steps(str(trainer.folder), trainer.shares, trainer.seed + 1, wanted, trainer.workers)):
+    for step, batches in enumerate(steps(str(trainer.folder), trainer.options, trainer.seed + 1, wanted, trainer.workers)):
         used = max(step / count, (time.monotonic() - began) / (until - began))
         if used >= 1:
             break

@@ -91,3 +91,8 @@ def test_one_after_the_other_and_a_precision():
     ("reference,reference:tp", 2, "wanted FLAG=VALUE"), ("reference,reference:tp=x", 2, "not a valid integer"), ("reference,", 2, "found no name")])
 def test_what_is_refused(given, code, said):
     assert said in k3("bench", "compare", "demo", "--backends", given, code=code).stderr.decode()
+
+
+def test_several_processes_are_told_the_way():
+    said = k3("bench", "compare", "demo", "--backends", "reference,reference", code=2, env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}).stderr
+    assert b"run k3cuda bench decode for each backend" in said

@@ -2,7 +2,7 @@
 import click
 
 from .. import __version__
-from . import bench_compare, bench_decode, bench_replay, bench_requests, bench_serve  # noqa: F401 - they add commands to bench
+from . import bench_compare, bench_decode, bench_plot, bench_replay, bench_requests, bench_serve  # noqa: F401 - they add commands to bench
 from .bench import bench
 from .chat import chat
 from .check import check

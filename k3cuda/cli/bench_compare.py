@@ -65,11 +65,14 @@ def compare(model, backends, num_iters_warmup, num_iters, batch_size, input_len,
     import numpy as np
 
     from ..bench.compare import batches, differences, in_turns, ratios
+    from ..runtime.launch import launched
     from ..runtime.sampling import SamplingParams
 
     def params(number: int):
         return SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True, seed=number)
 
+    if flags["ranks"] != "virtual" and launched() is not None:
+        raise UsageError("compare opens two models in one process, a launcher started several", "run k3cuda bench decode for each backend, or give --ranks virtual")
     params(seed)   # refused before a model is loaded
     result, names = Result(output), [name for name, _ in backends]
     engines = [_engine(flags, own, batch_size) for _, own in backends]

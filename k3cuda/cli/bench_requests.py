@@ -7,6 +7,7 @@ from .. import __version__
 from . import options
 from .answers import open_llm, work_for_rank_0
 from .bench import bench
+from .bench_plot import PLOT, Plot
 from .bench_table import end, show
 from .output import Result, say
 
@@ -16,7 +17,7 @@ _LENGTHS = (
     options.flag("--input-len", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Tokens of every prompt, drawn at random."),
     options.flag("--output-len", type=click.IntRange(min=1), default=128, show_default=True, metavar="N", help="Tokens of every answer."),
     options.flag("--temperature", "-t", type=float, aliases=["--temp"], help="0 is exact argmax.  [default: the checkpoint's, else 1]"),
-    options.flag("--seed", "-s", type=int, default=SEED, help="Of prompts and answers.  [default: 0]"), options.OUTPUT)
+    options.flag("--seed", "-s", type=int, default=SEED, help="Of prompts and answers.  [default: 0]"), PLOT, options.OUTPUT)
 _BATCH = options.flag("--batch-size", type=click.IntRange(min=1), default=BATCH, show_default=True, metavar="N",
                       aliases=next(attributes["aliases"] for names, attributes in options.ENGINE if "--max-batch" in names), help="Requests at a time.")
 
@@ -80,7 +81,7 @@ def throughput(num_prompts, max_batch, **flags):
     _run(all_at_once, document, times, {"max_batch": max_batch}, max_batch=max_batch, **flags)
 
 
-def _run(benchmark, document, times, what: dict, *, model, input_len, output_len, temperature, seed, output, no_progress, **flags) -> None:
+def _run(benchmark, document, times, what: dict, *, model, input_len, output_len, temperature, seed, plot, output, no_progress, **flags) -> None:
     """Calls `benchmark(run)`, where run(n) measures n requests with new prompts, and prints what `document` says then."""
     import numpy as np
 
@@ -89,7 +90,7 @@ def _run(benchmark, document, times, what: dict, *, model, input_len, output_len
 
     engine = options.engine_arguments(flags)
     work_for_rank_0(model, **engine)
-    result = Result(output)
+    result, plot = Result(output), Plot(plot, "acceptance")
     ask = {"temperature": temperature, "max_tokens": output_len, "ignore_eos": True}
     SamplingParams(**ask, seed=seed)   # refused before a model is loaded
     with open_llm(model, not no_progress, **engine) as llm:
@@ -105,6 +106,8 @@ def _run(benchmark, document, times, what: dict, *, model, input_len, output_len
         setup = {"version": __version__, "model": model, "input_len": input_len, "output_len": output_len, **what, "temperature": temperature, "seed": seed,
                  "max_model_len": llm.max_model_len, "tp": be.tp, "kv_cache_dtype": be.kv_cache_dtype, "decode_backend": be.name, "gpu": be.gpu,
                  "draft_model": engine["draft_model"], "num_drafts": engine["num_drafts"], "acceptance": engine["acceptance"]}
-    result.document(document() | {"setup": setup}, 1)
+    found = document() | {"setup": setup}
+    result.document(found, 1)
     result.close()
+    plot.write(model, found)
     end(times)

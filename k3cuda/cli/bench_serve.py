@@ -7,6 +7,7 @@ from .. import __version__
 from ..errors import UsageError
 from . import bench_target, interruptible, options
 from .bench import Counts, bench
+from .bench_plot import PLOT, Plot
 from .bench_table import end, failures, show
 from .output import Result
 
@@ -47,11 +48,11 @@ class Rate(click.ParamType):
     options.flag("--text-prompts", is_flag=True, help="Send words instead of token ids to /v1/completions, which not every server takes."),
     options.flag("--temperature", "-t", type=float, aliases=["--temp"], help="[default: the server's]"),
     options.flag("--seed", "-s", type=int, default=0, help="Of prompts and arrivals.  [default: 0]"),
-    *bench_target.ASKING, *bench_target.COUNTING, (options.OUTPUT[0], options.OUTPUT[1] | {"aliases": ["--result-filename"]}),
+    *bench_target.ASKING, *bench_target.COUNTING, PLOT, (options.OUTPUT[0], options.OUTPUT[1] | {"aliases": ["--result-filename"]}),
     options.flag("--dataset-name", type=click.Choice(["random"]), hidden=True, expose_value=False),
     *bench_target.ignored(bench_target.NOT_NEEDED), options.flag("--disable-tqdm", is_flag=True, hidden=True, expose_value=False))
 def serve(model, base_url, host, port, num_prompts, num_warmups, request_rate, burstiness, max_concurrency, input_len, output_len, ignore_eos, text_prompts,
-          temperature, seed, endpoint, api_key, extra_body, timeout, stall_timeout, metric_percentiles, save_detailed, allow_failures, output):
+          temperature, seed, endpoint, api_key, extra_body, timeout, stall_timeout, metric_percentiles, save_detailed, allow_failures, plot, output):
     """Time requests to an OpenAI-style server that runs, as its clients see them.
 
     Prints one JSON document with a run for each --max-concurrency. Failed requests are counted and listed by reason, and make code 8.
@@ -68,7 +69,7 @@ def serve(model, base_url, host, port, num_prompts, num_warmups, request_rate, b
     target = bench_target.make_target(base_url, endpoint or bench_target.COMPLETIONS, model, api_key, ours | extra_body, timeout, stall_timeout)
     if text_prompts and target.takes_messages:
         raise UsageError(f"--text-prompts: {target.endpoint} takes text anyway", "leave it out")
-    result, all_times, runs = Result(output), [], []
+    result, all_times, runs, plot = Result(output), [], [], Plot(plot, "latency")
     raise_file_limit()
     with asyncio.Runner() as runner:
         target, vocab_size, tokens_a_word = interruptible.run(runner, _introduced(target, text_prompts))
@@ -80,11 +81,13 @@ def serve(model, base_url, host, port, num_prompts, num_warmups, request_rate, b
             runs.append({"max_concurrency": most, "request_rate": request_rate, "requests": found, "tokens_counted_by": bench_target.counted_by(times),
                          "failures": failures(times)} | ({"detail": bench_target.detail(times)} if save_detailed else {}))
             all_times += times
-    result.document({"runs": runs, "setup": {
+    document = {"runs": runs, "setup": {
         "version": __version__, "base_url": base_url, "endpoint": target.endpoint, "model": target.model, "num_prompts": num_prompts, "num_warmups": num_warmups,
         "burstiness": burstiness, "input_len": input_len, "output_len": output_len, "prompts": "words" if vocab_size is None else "token ids",
-        "vocab_size": vocab_size, "tokens_a_word": tokens_a_word, "ignore_eos": ignore_eos, "temperature": temperature, "seed": seed, "extra_body": extra_body}}, 1)
+        "vocab_size": vocab_size, "tokens_a_word": tokens_a_word, "ignore_eos": ignore_eos, "temperature": temperature, "seed": seed, "extra_body": extra_body}}
+    result.document(document, 1)
     result.close()
+    plot.write(str(target.model), document)
     end(all_times, allow_failures)
 
 

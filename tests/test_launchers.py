@@ -9,19 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import rank_processes
 from command import COMMAND, ENVIRONMENT, ROOT
 
 from k3cuda.runtime.demo import open_demo
 from k3cuda.runtime.write_checkpoint import write_checkpoint
+from rank_processes import MARK, STARTED, ends, free_port
 
 PAGE = (ROOT / "docs/multi-node.md").read_text(encoding="utf-8")
 # Both packages bring a mpirun; these names are one's alone.
 MPI = {"mpich": ["mpiexec.hydra"], "openmpi": ["prterun", "--personality", "ompi", "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]}
-STARTED = {   # what a launcher tells rank r of n
-    "torchrun": lambda r, n: {"RANK": r, "WORLD_SIZE": n, "LOCAL_RANK": r, "LOCAL_WORLD_SIZE": n, "MASTER_ADDR": "localhost"},
-    "srun": lambda r, n: {"SLURM_PROCID": r, "SLURM_STEP_NUM_TASKS": n, "SLURM_NTASKS": n, "SLURM_LOCALID": r, "SLURM_JOB_ID": 5, "SLURM_STEP_ID": 0,
-                          "SLURM_STEP_NODELIST": socket.gethostname(), "SLURM_STEP_NUM_NODES": 1},
-}
 GENERATE = ["generate", "demo", "--tp", "2", "-p", "hi", "-n", "4", "-s", "7", "--max-model-len", "256"]
 
 
@@ -40,19 +37,11 @@ def wanted():
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return str(free.getsockname()[1])
+    return free_port()
 
 
-def start(place: dict, words, port, **more) -> subprocess.Popen:
-    env = ENVIRONMENT | {name: str(value) for name, value in (place | {"MASTER_PORT": port} | more).items()}
-    return subprocess.Popen([*COMMAND, *words], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def ends(*processes, timeout=60):
-    """(code, stdout, stderr) of each."""
-    out = [p.communicate(timeout=timeout) for p in processes]
-    return [(p.returncode, stdout, stderr.decode()) for p, (stdout, stderr) in zip(processes, out)]
+def start(place: dict, words, port, **more):
+    return rank_processes.start([*COMMAND, *words], place, **{"MASTER_PORT": port, MARK: ""} | more)
 
 
 @pytest.mark.parametrize("package", MPI)

@@ -1,9 +1,14 @@
 """The driver: a context, cubins loaded, kernels launched with everything prepared beforehand."""
+import atexit
 import contextlib
 import ctypes
 import functools
+import os
+import shutil
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import DeviceError
 from .machine import architecture, gpu_problem, old_driver, probe_driver
@@ -84,14 +89,31 @@ def require_gpu(index: int = 0) -> Device:
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(_opened, index)   # most of its time is the driver's, outside Python's lock
         try:
+            _give_cupy_a_folder()
             import cupy  # noqa: F401
             problem = None
-        except ImportError as e:
+        except (ImportError, OSError) as e:
             problem = e
         opening.result()
     if problem is not None:
         raise DeviceError(f"CuPy isn't installed or can't be loaded ({problem})", f"pip install 'k3cuda[cu{_bindings_line()}]'") from problem
     return open_device(index)
+
+
+def _give_cupy_a_folder() -> None:
+    """CuPy makes its cache folder when it is imported, and fails where it cannot: without a home it gets one for this process alone."""
+    if "CUPY_CACHE_DIR" in os.environ:
+        return
+    try:
+        folder = Path.home() / ".cupy" / "kernel_cache"   # CuPy's own choice
+        folder.mkdir(parents=True, exist_ok=True)
+        is_ours = os.access(folder, os.W_OK | os.X_OK)
+    except (OSError, RuntimeError):   # RuntimeError: no HOME and no entry in the user database
+        is_ours = False
+    if not is_ours:
+        folder = tempfile.mkdtemp(prefix="k3cuda-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["CUPY_CACHE_DIR"] = folder
 
 
 def _bindings_line() -> int:

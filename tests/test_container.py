@@ -68,13 +68,22 @@ def test_packages_of_a_line_fit_the_image(line):
     assert min(sizes.values()) > 0 and sum(sizes.values()) / 1e6 <= locks.LIMITS_MB[line], sorted(sizes.items(), key=lambda s: -s[1])[:5]
 
 
-def test_the_dockerfile_passes_hadolint():
-    beside = Path(sys.executable).parent / "hadolint"
-    tool = str(beside) if beside.exists() else shutil.which("hadolint")
-    if tool is None and REQUIRED is None:
-        pytest.skip("no hadolint; it comes with k3cuda[test] on x86_64")
-    done = subprocess.run([tool, ROOT / "Dockerfile"], capture_output=True, text=True)
+def linted(tool: str, *files) -> None:
+    """A linter of k3cuda[test], which says nothing of these files."""
+    beside = Path(sys.executable).parent / tool
+    program = str(beside) if beside.exists() else shutil.which(tool)
+    if program is None and REQUIRED is None:
+        pytest.skip(f"no {tool}; it comes with k3cuda[test] on x86_64")
+    done = subprocess.run([program, *files], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_dockerfile_passes_hadolint():
+    linted("hadolint", ROOT / "Dockerfile")
+
+
+def test_shell_scripts_pass_shellcheck():
+    linted("shellcheck", *sorted((ROOT / "examples").glob("*.sh")), *sorted((ROOT / "scripts").glob("*.sh")))
 
 
 def test_the_dockerfile_says_what_is_so():
@@ -104,6 +113,28 @@ def test_commands_of_the_kubernetes_example():
     user, group = re.search(r"runAsUser: (\d+), runAsGroup: (\d+)", text).groups()
     assert f"USER {user}:{group}\n" in DOCKERFILE
     assert set(re.findall(r"\bK3CUDA_\w+", text)) <= main.variables()
+
+
+@pytest.mark.parametrize("version", ["1.28", "1.36"])
+def test_the_kubernetes_example_has_the_fields_of_the_api(version):
+    """Against the schemas of Kubernetes, fields that are none refused."""
+    if REQUIRED is None:
+        pytest.importorskip("kubernetes_validate", reason="it comes with k3cuda[test]")
+    import kubernetes_validate
+    import yaml
+    documents = list(yaml.safe_load_all((ROOT / "examples/kubernetes.yaml").read_text(encoding="utf-8")))
+    assert [d["kind"] for d in documents] == ["Deployment", "Service"]
+    for document in documents:
+        kubernetes_validate.validate(document, version, strict=True)
+    deployment, service = documents
+    pod = deployment["spec"]["template"]
+    container, = pod["spec"]["containers"]
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+    assert service["spec"]["ports"][0]["targetPort"] in {p["name"] for p in container["ports"]}
+    container["securityContext"]["readOnlyRootFileSystem"] = True   # a slip of one letter
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, version, strict=True)
 
 
 def test_commands_of_the_slurm_example():

@@ -41,6 +41,8 @@ ELSEWHERE = {
 NOT_RUN = {
     "docker ": "needs a container runtime", "python -m pip wheel": "its package needs a build environment from an index",
     "pip install 'k3cuda[": "needs a release in an index; CI installs the same extra from the tree", "python scripts/locks.py": "asks a package index for 2 GB",
+    "sh scripts/gpu.sh": "needs a GPU", "python scripts/check_demo.py": "needs PyTorch and trained weights", "python scripts/mistakes.py": "needs trained weights",
+    "k3cuda eval OUT/demo": "needs trained weights",
 }
 # What a command gets besides, where random weights or a slow machine would take minutes.
 SMALLER = {".venv/bin/k3cuda generate /models/Kimi-K3": ["-n", "4", "--no-think"], "k3cuda eval demo --temperature 0": ["--limit", "1", "-n", "4"]}
@@ -62,7 +64,8 @@ def commands():
     for page, text in PAGES.items():
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S):
             for line in block.replace("\\\n", " ").splitlines():
-                yield from (Command(page, re.sub(" +", " ", part.strip())) for part in line.split("&&"))
+                line = re.sub(r"\s+", " ", re.sub(r" +# .*$", "", line))
+                yield from (Command(page, part.strip()) for part in line.split("&&"))
 
 
 COMMANDS = list(commands())
@@ -111,7 +114,11 @@ def lint(text: str) -> None:
     elif words[0] == "docker":
         docker(words)
     elif words[0].startswith("python") and words[1] != "-m":
-        assert text in ast.get_docstring(ast.parse((ROOT / words[1]).read_text(encoding="utf-8"))) or words[1].startswith("examples/"), "not in the script's own text"
+        script = (ROOT / words[1]).read_text(encoding="utf-8")
+        assert f"python {words[1]}" in ast.get_docstring(ast.parse(script))
+        assert all(f'"{word}"' in script for word in words[2:] if word.startswith("--")), "no such flag"
+    elif words[0] == "sh":
+        assert f"\n  {words[2]})" in (ROOT / words[1]).read_text(encoding="utf-8"), "no such name"
     for extra in re.findall(r"(?:k3cuda|\.)\[(.*?)\]", text):
         assert all(f'"{name}"' in EXTRAS for name in extra.split(",")), extra
     for option, word in zip(words, words[1:]):

@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, trace, train"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, train"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -24,6 +24,8 @@ case $name in
   idle) OUT=$out python3 scripts/bench_idle.py "$@" ;;
   official) for part in step experts hops torch prefill idle; do sh scripts/gpu.sh "$part"; done ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
+  # NCCL between processes: --ranks N on N GPUs, or --ranks N --share-gpu on one.
+  collectives) exec python3 scripts/bench_collectives.py "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
   # The demo model and its drafts in 8.5 minutes, all of it included (docs/demo.md): demo.tar and train.jsonl in $OUT. What a call that ran out of
   # time had done stays in build/train_demo, and the next one goes on from there. Extra arguments are those of scripts/train_demo.py.

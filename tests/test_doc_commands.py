@@ -39,6 +39,7 @@ ELSEWHERE = {
 }
 # How a command begins -> why nothing runs it here.
 NOT_RUN = {
+    "scripts/gpu.sh collectives": "needs GPUs; without one tests/test_nccl.py runs the script behind it",
     "docker ": "needs a container runtime", "python -m pip wheel": "its package needs a build environment from an index",
     "pip install 'k3cuda[": "needs a release in an index; CI installs the same extra from the tree", "python scripts/locks.py": "asks a package index for 2 GB",
     "sh scripts/gpu.sh": "needs a GPU", "python scripts/check_demo.py": "needs PyTorch and trained weights", "python scripts/mistakes.py": "needs trained weights",

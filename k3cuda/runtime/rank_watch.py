@@ -40,7 +40,7 @@ class Watch:
     def __init__(self, joined: Joined, hang_s: float = SILENCE_S, words: Callable[[int], str] = lambda rank: ""):
         self.rank, self.failure, self._hosts, self._socks = joined.rank, None, joined.hosts, joined.watch
         self._data, self._hang_s, self._words = list(joined.data.values()), hang_s, words
-        self._progress, self._is_busy, self._is_over = 0, False, False
+        self._progress, self._is_in_call, self._is_step, self._is_over = 0, False, False, False
         self._seen, self._moved = {}, 0.0   # progress of all ranks when some was last seen, and when that was
         self._theirs = dict.fromkeys(self._socks, 0)
         self._known, self._lock, self._writing = threading.Event(), threading.Lock(), threading.Lock()
@@ -64,14 +64,14 @@ class Watch:
         """
         self.check()
         self.progress()
-        self._is_busy = is_step
+        self._is_in_call, self._is_step = True, is_step
         try:
             with _signals_held() if is_step else nullcontext():
                 yield
         except Exception as e:
             raise self.end(self._first(e)) from e
         finally:
-            self._is_busy = False
+            self._is_in_call = False
 
     def check(self) -> None:
         """Raises what ended the job, if anything did."""
@@ -152,7 +152,7 @@ class Watch:
     def _beat(self) -> None:
         while not self._is_over:
             self._tell({"progress": self._progress})
-            if self.rank == 0 and self._is_busy and self.failure is None:
+            if self.rank == 0 and self._is_in_call and self._is_step and self.failure is None:
                 self._look_for_hangs()
             time.sleep(BEAT_S)
 
@@ -176,7 +176,7 @@ class Watch:
 
     def _last_words(self) -> None:
         time.sleep(LAST_WORDS_S)
-        if not self._is_over and (self._is_busy or ends_process):
+        if not self._is_over and (self._is_in_call or ends_process):
             log.error("%s", self.failure)
             logging.shutdown()
             os._exit(self.failure.code)

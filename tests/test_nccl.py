@@ -1,0 +1,185 @@
+"""NCCL's library as far as it goes without a GPU: ids for sixteen processes, errors in its words; what is asked of it, on a library that moves memory."""
+import ctypes
+import os
+import sys
+import threading
+
+import numpy as np
+import pytest
+from command import ROOT
+from rank_processes import ends, free_port, start
+
+from k3cuda.errors import DeviceError
+from k3cuda.runtime import nccl
+from k3cuda.runtime.collectives import VirtualRanks
+
+RENDEZVOUS = """
+import hashlib, sys
+from k3cuda.runtime import nccl
+from k3cuda.runtime.rendezvous import Server
+from k3cuda.runtime.rendezvous_join import join
+rank, size, port = map(int, sys.argv[1:])
+facts = {"version": 1}
+if rank:
+    joined = join("127.0.0.1", port, "t", rank, size, facts)
+else:
+    server = Server("127.0.0.1", port, "t")
+    joined = server.meet(size, facts, nccl.unique_id)
+    server.close()
+print(len(joined.payload), hashlib.sha256(joined.payload).hexdigest(), len(joined.watch), len(joined.data))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    """CI installs a CUDA line with NCCL; there its absence is a failure."""
+    try:
+        nccl.library()
+    except DeviceError as e:
+        if os.environ.get("REQUIRE_CUDA_LINE"):
+            raise
+        pytest.skip(str(e))
+
+
+def test_sixteen_processes_get_one_real_id():
+    port, size = free_port(), 16
+    results = ends(*(start([sys.executable, "-c", RENDEZVOUS, r, size, port]) for r in range(size)))
+    assert [code for code, _, _ in results] == [0] * size, results
+    lines = [out.decode().split() for _, out, _ in results]
+    assert {line[0] for line in lines} == {str(nccl.ID_BYTES)} and len({line[1] for line in lines}) == 1
+    assert [line[2:] for line in lines] == [["15", "15"]] + [["1", "1"]] * 15
+
+
+def test_ids_differ_and_the_version_is_one_we_know():
+    first, second = nccl.unique_id(), nccl.unique_id()
+    assert len(first) == nccl.ID_BYTES and first != second and any(first)
+    assert tuple(map(int, nccl.version().split("."))) >= (2, 28)
+
+
+def test_without_a_gpu_nccl_says_so_in_its_own_words():
+    from k3cuda.runtime.machine import probe_driver
+
+    if probe_driver().gpus:
+        pytest.skip("there is a GPU here: tests/gpu has communicators")
+    with pytest.raises(DeviceError, match="ncclCommInitRank: unhandled cuda error.*driver") as e:
+        nccl.Communicator(nccl.unique_id(), 0, 1)
+    assert e.value.code == 5
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    nccl.library.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    with pytest.raises(DeviceError, match="NCCL cannot be used") as e:
+        nccl.library()
+    assert "k3cuda[cu13]" in e.value.hint
+    nccl.library.cache_clear()
+
+
+def test_the_benchmark_without_a_gpu_ends_every_rank_with_code_5():
+    from k3cuda.runtime.machine import probe_driver
+
+    if probe_driver().gpus:
+        pytest.skip("there is a GPU here")
+    (code, _, text), = ends(start([sys.executable, ROOT / "scripts/bench_collectives.py", "--ranks", "2"]))
+    assert code == 5 and "has no GPU: 0 are visible" in text
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "wanted"), [(0, 1, 0), (3, 1, 0), (3, 4, 3), (0, 8, 0)])
+def test_the_gpu_of_a_rank(local_rank, visible, wanted):
+    assert nccl.device_index(local_rank, visible) == wanted
+
+
+@pytest.mark.parametrize("visible", [0, 2])
+def test_more_ranks_than_gpus(visible):
+    with pytest.raises(DeviceError, match=f"local rank 2 has no GPU: {visible} are visible"):
+        nccl.device_index(2, visible)
+
+
+class MovesMemory:
+    """A stand-in for the library on the host: ranks are threads, a communicator's handle is its rank + 1."""
+
+    def __init__(self, size):
+        self.meet, self.here, self.open, self.log = threading.Barrier(size), {}, threading.local(), []
+
+    def ncclCommInitRank(self, comm, size, made, rank):
+        comm._obj.value = rank + 1
+        return 0
+
+    def ncclAllGather(self, source, target, count, dtype, comm, stream):
+        assert dtype == 1 and stream == 77
+        self.here[comm.value - 1] = source
+        self.meet.wait()
+        for rank, address in self.here.items():
+            ctypes.memmove(target + rank * count, address, count)
+        self.meet.wait()
+        return 0
+
+    def ncclGroupStart(self):
+        self.open.sends, self.open.receives = {}, {}
+        return 0
+
+    def ncclSend(self, source, count, dtype, peer, comm, stream):
+        self.open.sends[peer], self.open.rank = source, comm.value - 1
+        return 0
+
+    def ncclRecv(self, target, count, dtype, peer, comm, stream):
+        self.open.receives[peer] = target, count
+        return 0
+
+    def ncclGroupEnd(self):
+        rank = self.open.rank
+        self.here[rank] = self.open.sends
+        self.meet.wait()
+        for peer, (target, count) in self.open.receives.items():
+            ctypes.memmove(target, self.here[peer][rank], count)
+        self.meet.wait()
+        return 0
+
+    def ncclCommDestroy(self, comm):
+        self.log.append(("destroy", comm.value))
+        return 0
+
+    def ncclCommGetAsyncError(self, comm, code):
+        code._obj.value = 6
+        return 0
+
+    def ncclGetErrorString(self, code):
+        return b"remote process exited" if code == 6 else b"invalid usage"
+
+    def ncclGetLastError(self, comm):
+        return b""
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_parts_arrive_as_between_virtual_ranks(tp):
+    lib, rng = MovesMemory(tp), np.random.default_rng(0)
+    comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, tp, lib) for r in range(tp)]
+    ranks = [nccl.NcclRanks(comm, np, 77) for comm in comms]
+    for shape in ((3, 8), (1, 4), (2, 5, 12)):
+        sources = [rng.normal(size=shape).astype(np.float32) for _ in range(tp)]
+        for name in ("gather", "scatter"):
+            got = [None] * tp
+
+            def run(r, name=name, got=got, sources=sources):
+                got[r] = getattr(ranks[r], name)([sources[r]])[0]
+
+            threads = [threading.Thread(target=run, args=(r,)) for r in range(tp)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for mine, wanted in zip(got, getattr(VirtualRanks(tp), name)(sources), strict=True):
+                for a, b in zip(mine, wanted, strict=True):
+                    np.testing.assert_array_equal(a, b)
+    with pytest.raises(DeviceError, match="NCCL on rank 1: remote process exited"):
+        comms[1].check()
+    comms[1].close()
+    comms[1].close()
+    assert lib.log == [("destroy", 2)]
+
+
+def test_a_call_that_fails_is_named():
+    lib = MovesMemory(1)
+    lib.ncclAllGather = lambda *arguments: 5
+    with pytest.raises(DeviceError, match="ncclAllGather: invalid usage"):
+        nccl.Communicator(bytes(nccl.ID_BYTES), 0, 1, lib).all_gather(0, 0, 4, 77)

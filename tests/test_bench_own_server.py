@@ -4,6 +4,7 @@ import re
 
 from command import ROOT, k3_json
 from serving import serving  # noqa: F401, the fixture
+from test_serve_command import Process
 
 PAGE = (ROOT / "docs/bench.md").read_text(encoding="utf-8")
 
@@ -33,8 +34,8 @@ def test_chats_of_a_length_in_tokens(serving):  # noqa: F811
     assert numbers["completed"] == 2 and 150 < numbers["total_input_tokens"] < 400 and numbers["total_output_tokens"] == 8
 
 
-def test_a_crowded_server_has_failures(serving):  # noqa: F811
-    running = serving(num_slots=1, max_queue=0, api_key="secret")
+def test_a_server_that_wants_a_key(serving):  # noqa: F811
+    running = serving(num_slots=1, api_key="secret")
     found = k3_json("bench", "serve", "--base-url", running.url, "--num-prompts", 2, "--model", "demo", "--output-len", 2, code=8)
     assert found["runs"][0]["failures"][0]["reason"].startswith("status 401: no or a wrong API key")
 
@@ -50,3 +51,17 @@ def test_an_agent_finds_what_it_said_before(serving, tmp_path):  # noqa: F811
     first, second, _ = found["turns"]
     assert second["cached_tokens"] >= first["input_tokens"] - 2 * 128 > 0   # all whole pages of both first prompts
     assert found["cached_share"] == numbers["total_cached_tokens"] / numbers["total_input_tokens"]
+
+
+def test_drafts_of_a_server_are_those_of_its_metrics():
+    """Synthetic acceptance of length 3 gives 3 tokens in every verify step, two of them drafts."""
+    running = Process("--draft-model", "demo-draft", "-k", 4, "--acceptance-length", 3, "--max-batch", 2, "--max-model-len", 128)
+    try:
+        found = k3_json("bench", "serve", "--base-url", running.url, "--num-prompts", 2, "--input-len", 4, "--output-len", 13, "--ignore-eos", "--temperature", 0,
+                        "--num-warmups", 1, "--max-concurrency", 2)
+    finally:
+        running.end()
+    numbers = found["runs"][0]["requests"]
+    assert (numbers["spec_decode_num_drafts"], numbers["spec_decode_accepted_tokens"], numbers["spec_decode_acceptance_length"]) == (8, 16, 3.0)   # 12 tokens behind the first, twice
+    assert numbers["spec_decode_per_position_acceptance_rates"] == [1, 1, 0, 0] and numbers["total_output_tokens"] == 26
+    assert numbers["median_itl_ms"] > numbers["median_tpot_ms"]   # an output has several tokens

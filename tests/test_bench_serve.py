@@ -11,7 +11,10 @@ import pytest
 from click.testing import CliRunner
 from command import k3, k3_json, start
 from fake_server import OK, document, event, fake_server, on_virtual_time, text
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from k3cuda.bench import answers
 from k3cuda.bench.answers import read_answer, times_of
 from k3cuda.bench.http_client import Address, Failed
 from k3cuda.bench.load import arrivals, run
@@ -92,6 +95,32 @@ def test_streams_that_fail(stream, reason):
         answered(stream)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.binary(max_size=40), st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(
+        ["choices", "delta", "text", "content", "finish_reason", "usage", "completion_tokens", "prompt_tokens_details", "cached_tokens", "error", "message", "object"]), inner, max_size=4)),
+    max_leaves=12)), max_size=5))
+def test_whatever_a_server_says_is_an_answer_or_a_failure(parts):
+    stream = b"".join(part if isinstance(part, bytes) else b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts)
+    try:
+        assert answered(stream, text("a", finish_reason="stop")).tokens >= 1
+    except Failed:
+        pass
+
+
+def test_a_line_without_end(monkeypatch):
+    monkeypatch.setattr(answers, "LONGEST_LINE", 1000)
+    with pytest.raises(Failed, match="more than 1000 bytes"):
+        answered(*[b"x" * 400] * 3)
+
+
+def test_a_last_event_without_its_empty_line_counts_and_half_a_line_does_not():
+    assert answered(text("a"), DONE[:-1]).tokens == 1
+    with pytest.raises(Failed, match="ended before the answer did"):
+        answered(text("a"), DONE[:-2])
+
+
 def test_arrivals():
     rng = np.random.default_rng(3)
     assert arrivals(3, float("inf"), 1.0, rng) == [0, 0, 0]
@@ -127,6 +156,8 @@ def test_numbers_of_drafts_are_the_difference_of_two_pages():
     assert (found["spec_decode_num_drafts"], found["spec_decode_draft_tokens"], found["spec_decode_accepted_tokens"]) == (4, 8, 6)
     assert (found["spec_decode_acceptance_rate"], found["spec_decode_acceptance_length"]) == (0.75, 2.5)
     assert found["spec_decode_per_position_acceptance_rates"] == [1.0, 0.5]
+    assert drafts_between(draft_counts(page(10, 20, 5)), draft_counts(page(1, 2, 1)))["spec_decode_num_drafts"] is None   # another start of the server
+    assert draft_counts("vllm:spec_decode_num_drafts_total e\nvllm:spec_decode_num_accepted_tokens_per_pos_total 3\n") is None
     assert draft_counts("# nothing") is None and drafts_between(None, None)["spec_decode_num_drafts"] is None
 
 
@@ -166,7 +197,8 @@ def test_a_server_that_is_not_there():
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     assert asked(f"http://127.0.0.1:{port}").error == "connection refused"
-    assert asked("http://no-such-host.invalid").error.startswith("no connection: ")
+    for host in ("no-such-host.invalid", "a..b"):
+        assert asked(f"http://{host}").error.startswith("no connection: ")
     with socket.create_server(("127.0.0.1", 0)) as plain:
         threading.Thread(target=lambda: plain.accept()[0].sendall(b"HTTP/1.1 400 no TLS here\r\n\r\n"), daemon=True).start()
         assert asked(f"https://127.0.0.1:{plain.getsockname()[1]}").error.startswith("TLS: ")
@@ -222,7 +254,7 @@ def test_failures_make_code_8_and_are_listed():
 @pytest.mark.parametrize("flags, words", [
     (["--base-url", "nowhere"], "wanted a URL"), (["--endpoint", "v1"], "wanted a path"), (["--metric-percentiles", "101"], "from 0 to 100"),
     (["--extra-body", "[1]"], "wanted a JSON object"), (["--extra-body", "{"], "no JSON"), (["--request-rate", "0"], "requests a second, or inf"),
-    (["--dataset-name", "sharegpt"], "random"), (["--max-concurrency", "0"], "integers from 1"), (["--api-key", "\n"], "no header can carry"),
+    (["--host", "127.0.0.1", "--port", "1"], "127.0.0.1:1/v1/models: connection refused"), (["--seed", "-1"], "x>=0"), (["--dataset-name", "sharegpt"], "random"), (["--max-concurrency", "0"], "integers from 1"), (["--api-key", "\n"], "no header can carry"),
     (["--text-prompts", "--endpoint", "/v1/chat/completions"], "takes text anyway")])
 def test_flags_that_are_refused(flags, words):
     found = CliRunner().invoke(serve, flags)

@@ -39,7 +39,7 @@ class Answer:
         if not isinstance(choices, list) or not choices:
             return
         choice = choices[0]
-        delta = choice.get("delta", choice) if isinstance(choice, dict) else None
+        delta = (choice if choice.get("delta") is None else choice["delta"]) if isinstance(choice, dict) else None
         if not isinstance(delta, dict):
             raise Failed("an event has a choice that is no object")
         text, reasoning = (next((v for name in names if isinstance(v := delta.get(name), str) and v), "")
@@ -73,16 +73,22 @@ async def read_answer(pieces: AsyncIterator[bytes], clock) -> Answer:
 
 async def _events(pieces: AsyncIterator[bytes], clock):
     """(when its last byte arrived, data) of every event."""
-    data = []
+    data, when = [], 0.0
     async for when, line in _lines(pieces, clock):
         if line.startswith(b"data:"):
             data.append(line[5:].removeprefix(b" "))
         elif not line and data:
-            try:
-                yield when, b"\n".join(data).decode()
-            except UnicodeDecodeError:
-                raise Failed("an event is no UTF-8") from None
+            yield when, _decoded(data)
             data = []
+    if data:   # whole lines, of a server that leaves out the last empty one
+        yield when, _decoded(data)
+
+
+def _decoded(lines: list[bytes]) -> str:
+    try:
+        return b"\n".join(lines).decode()
+    except UnicodeDecodeError:
+        raise Failed("an event is no UTF-8") from None
 
 
 async def _lines(pieces: AsyncIterator[bytes], clock):

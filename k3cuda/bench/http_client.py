@@ -3,6 +3,7 @@
 The standard library has no client that waits for thousands of streams on one thread, and a thread for each would measure the threads.
 """
 import asyncio
+import functools
 import ssl
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ async def request(address: Address, method: str, path: str, body: bytes = b"", h
     try:
         async with _patience(stall_s):
             reader, writer = await asyncio.open_connection(
-                address.host, address.port, limit=LONGEST_HEAD, ssl=ssl.create_default_context() if address.is_tls else None)
+                address.host, address.port, limit=LONGEST_HEAD, ssl=_tls() if address.is_tls else None)
             head = [f"{method} {address.prefix}{path} HTTP/1.1", f"Host: {address.name}", "Connection: close", f"Content-Length: {len(body)}",
                     *(f"{name}: {value}" for name, value in headers)]
             writer.write("\r\n".join([*head, "", ""]).encode("latin-1") + body)
@@ -81,11 +82,17 @@ async def request(address: Address, method: str, path: str, body: bytes = b"", h
         while 100 <= status < 200:
             status, found = await _head(reader, stall_s)
         yield Response(status, found, _told(_body(reader, found, stall_s)))
-    except (OSError, EOFError, asyncio.LimitOverrunError) as e:
+    except (OSError, EOFError, asyncio.LimitOverrunError, UnicodeError) as e:
         raise _failed(e) from e
     finally:
         if writer is not None:
             writer.transport.abort()   # nothing more is wanted of it, and a polite end may wait for ever
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """The system's certificates, read once: that takes longer than a request."""
+    return ssl.create_default_context()
 
 
 @asynccontextmanager
@@ -165,4 +172,4 @@ def _failed(e: Exception) -> Failed:
         return Failed("what arrived is no HTTP")
     if isinstance(e, ssl.SSLError):
         return Failed(f"TLS: {getattr(e, 'verify_message', None) or e.reason or e}")
-    return Failed(f"no connection: {e.strerror or e}")
+    return Failed(f"no connection: {getattr(e, 'strerror', None) or e}")

@@ -13,11 +13,12 @@ from .http_client import Address, Failed, request
 
 CHAT = "chat/completions"   # how the path of an endpoint ends that takes messages
 EVERYWHERE = 1000           # ids below it are in every vocabulary
+NO_STREAM = ("application/json", "text/html")   # others are read as one: not every server names its streams as it should
 LONGEST_PAGE = 8 << 20      # bytes of a page that is no stream
 WORDS = ("time year people way day man thing woman life child world school state family student group country problem hand part place case week "
          "company system program question work government number night point home water room mother area money story fact month lot right study "
          "book eye job word business issue side kind head house service friend father power hour game line end member law car city").split()
-_SAMPLE = re.compile(r'^([\w:]+)(?:\{([^}]*)\})? ([-+.\deE]+)', re.M)
+_SAMPLE = re.compile(r'^([\w:]+)(?:\{([^}]*)\})? (\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)', re.M)
 _PREFIX = "vllm:spec_decode_num_"
 
 
@@ -70,8 +71,8 @@ class Target:
         async with request(self.address, "POST", self.endpoint, data, headers, self.stall_s) as response:
             if response.status != 200:
                 raise Failed(_refused(response.status, await response.read(1 << 16)))
-            kind = response.headers.get("content-type", "nothing").partition(";")[0].strip().lower()
-            if kind != "text/event-stream":
+            kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind in NO_STREAM:
                 raise Failed(f"the answer is {kind}, wanted text/event-stream")
             return await read_answer(response.pieces, clock)
 
@@ -131,8 +132,8 @@ def draft_counts(metrics: str) -> dict | None:
         if not name.startswith(_PREFIX):
             continue
         if what == "accepted_tokens_per_pos":
-            place = re.search(r'position="(\d+)"', labels)
-            places[int(place[1])] = places.get(int(place[1]), 0) + float(value)
+            if place := re.search(r'position="(\d+)"', labels):
+                places[int(place[1])] = places.get(int(place[1]), 0) + float(value)
         elif what in ("drafts", "draft_tokens", "accepted_tokens"):
             found[what] = found.get(what, 0) + float(value)   # several engines of one server add up
     return found | {"per_position": places} if len(found) == 3 else None
@@ -144,6 +145,8 @@ def drafts_between(before: dict | None, after: dict | None) -> dict:
         return draft_numbers(None, None, None, None, ())
     drafts, proposed, accepted = (round(after[name] - before[name]) for name in ("drafts", "draft_tokens", "accepted_tokens"))
     places = [round(n - before["per_position"].get(place, 0)) for place, n in sorted(after["per_position"].items())]
+    if min(drafts, proposed, accepted, *places) < 0:   # it was started anew in between
+        return drafts_between(None, None)
     return draft_numbers(drafts, proposed, accepted, drafts + accepted, places)
 
 

@@ -26,7 +26,7 @@ _ASKING = tuple((names, attributes | {"help": f"{attributes['help']} With --base
     options.flag("--idle-gap-cap", type=click.FloatRange(0), metavar="SECONDS", help="No gap is longer than that.  [default: as in the trace]"),
     options.flag("--prefix-cache", type=click.IntRange(min=0), default=PREFIX_CACHE, metavar="N", help=f"As for serve.  [default: {PREFIX_CACHE}]"),
     options.flag("--temperature", "-t", type=float, aliases=["--temp"], help="[default: the checkpoint's, else 1; a server's own]"),
-    options.flag("--seed", "-s", type=int, default=0, help="Of filler and answers.  [default: 0]"),
+    options.flag("--seed", "-s", type=click.IntRange(min=0), default=0, help="Of filler and answers.  [default: 0]"),
     *_ASKING, *bench_target.COUNTING, options.OUTPUT)
 @options.server_engine(BATCH)
 def replay(model, trace, base_url, concurrency, duration, idle_gap_cap, prefix_cache, temperature, seed, endpoint, api_key, extra_body, timeout, stall_timeout,

@@ -47,7 +47,7 @@ class Rate(click.ParamType):
     options.flag("--ignore-eos", is_flag=True, help="Ask for answers that go on behind the model's own end."),
     options.flag("--text-prompts", is_flag=True, help="Send words instead of token ids to /v1/completions, which not every server takes."),
     options.flag("--temperature", "-t", type=float, aliases=["--temp"], help="[default: the server's]"),
-    options.flag("--seed", "-s", type=int, default=0, help="Of prompts and arrivals.  [default: 0]"),
+    options.flag("--seed", "-s", type=click.IntRange(min=0), default=0, help="Of prompts and arrivals.  [default: 0]"),
     *bench_target.ASKING, *bench_target.COUNTING, PLOT, (options.OUTPUT[0], options.OUTPUT[1] | {"aliases": ["--result-filename"]}),
     options.flag("--dataset-name", type=click.Choice(["random"]), hidden=True, expose_value=False),
     *bench_target.ignored(bench_target.NOT_NEEDED), options.flag("--disable-tqdm", is_flag=True, hidden=True, expose_value=False))

@@ -48,6 +48,9 @@ class Arrangement:
 CARRIED = ("attn_mix", "ffn_mix", "routed_norm", "mla_norm")
 BY_STAGE = Arrangement()
 MERGED = Arrangement(frozenset(CARRIED), True)
+# Values that are scaled where they are read are F32 and whole, so carrying costs volume: worth it for one row, less so for eight.
+ARRANGEMENTS = {"a phase a stage": BY_STAGE, "all carried": MERGED, "attn_mix a phase": Arrangement(MERGED.carried - {"attn_mix"}, True),
+                "both mixes phases": Arrangement(MERGED.carried - {"attn_mix", "ffn_mix"}, True)}
 SCALARS = 3 * 4     # bytes that ride beside the values of a tile or slice: p p, p score, p c
 
 

@@ -2,15 +2,17 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from command import k3
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.dataflow import op_bytes
 from k3cuda.errors import PlanError
 from k3cuda.plan import build_plan
-from k3cuda.schedule import BY_STAGE, MERGED, Grid, Phase, Schedule, Wait, build, check
+from k3cuda.schedule import ARRANGEMENTS, BY_STAGE, MERGED, Grid, Phase, Schedule, Wait, build, check
 from k3cuda.timeline import exchange_us, simulate
 
 HANDOVER = json.loads((Path(__file__).parent / "data" / "handover.json").read_text(encoding="utf-8"))
@@ -112,3 +114,16 @@ def test_time_follows_what_it_should(cfg):
     assert step(tb_s=8.0).us < base.us < step(hop_us=2.5).us
     assert step(ring=64 * 1024).us > base.us > step(ring=400 * 1024).us
     assert all(span.ready <= span.first <= span.end for span in base.spans)
+
+
+def test_the_command_prints_and_draws_the_fastest(tmp_path):
+    picture = tmp_path / "step.svg"
+    shown = k3("plan", "demo", "--timeline", "--experts", "4", "--context", "64", "--svg", picture).stdout.decode()
+    table = shown.split("\n\n")[1].splitlines()
+    times = {line[:22].strip(): float(line[22:30]) for line in table[1:]}
+    assert set(times) == {*ARRANGEMENTS, "floor"}
+    assert next(line for line in table if "shown" in line)[:22].strip() == min(ARRANGEMENTS, key=times.get)
+    assert "A prediction, not a measurement" in shown and "\nlayer 4:" in shown
+    bars = ElementTree.parse(picture).getroot().findall("{http://www.w3.org/2000/svg}rect")
+    assert len(bars) > Grid().sms                               # more than a phase of every block
+    assert b"--timeline" in k3("plan", "demo", "--svg", picture, code=2).stderr

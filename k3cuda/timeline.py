@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .schedule import Phase, Schedule
+from .phases import Phase
+from .schedule import Schedule
 
 # Microseconds of a hand-over: at least, for each KB that a block reads, for each square of it (all blocks' reads together clog the L2).
 IDLE_EXCHANGE = (0.66, 0.017, 0.00015)   # while nothing else happens

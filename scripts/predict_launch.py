@@ -3,8 +3,9 @@ import dataclasses
 
 from k3cuda import timeline
 from k3cuda.config import RELEASED_FOLDER, K3Config
+from k3cuda.phases import ARRANGEMENTS, Grid
 from k3cuda.plan import build_plan
-from k3cuda.schedule import ARRANGEMENTS, Grid, build
+from k3cuda.schedule import build
 
 LAYERS = 9                                        # steady by the fourth: layers 4 to 7 are one period
 CASES = {"1 row": (1, 16, "all carried"), "8 rows": (8, 107, "both mixes phases")}

@@ -11,8 +11,9 @@ from command import k3
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.dataflow import op_bytes
 from k3cuda.errors import PlanError
+from k3cuda.phases import ARRANGEMENTS, BY_STAGE, MERGED, Grid, Phase, Wait
 from k3cuda.plan import build_plan
-from k3cuda.schedule import ARRANGEMENTS, BY_STAGE, MERGED, Grid, Phase, Schedule, Wait, build, check
+from k3cuda.schedule import Schedule, build, check
 from k3cuda.timeline import exchange_us, simulate
 
 HANDOVER = json.loads((Path(__file__).parent / "data" / "handover.json").read_text(encoding="utf-8"))

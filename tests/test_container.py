@@ -137,12 +137,26 @@ def test_the_kubernetes_example_has_the_fields_of_the_api(version):
         kubernetes_validate.validate(deployment, version, strict=True)
 
 
-def test_commands_of_the_slurm_example():
-    path = ROOT / "examples/slurm.sh"
-    subprocess.run(["bash", "-n", path], check=True)
+@pytest.mark.parametrize(("name", "wanted"), [("slurm", ["info", "check", "serve"]), ("slurm-ranks", ["check", "serve"])])
+def test_commands_of_the_slurm_examples(name, wanted):
+    path = ROOT / f"examples/{name}.sh"
+    beside = Path(sys.executable).parent / "shellcheck"
+    tool = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if tool is None and REQUIRED is None:
+        pytest.skip("no shellcheck; it comes with k3cuda[test] on x86_64")
+    done = subprocess.run([tool, path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
     text = path.read_text(encoding="utf-8")
-    commands = re.findall(r"srun k3cuda (.*)$", text, re.M)
-    assert [words.split()[0] for words in commands] == ["info", "check", "serve"]
+    commands = re.findall(r"srun (?:--\S+ )*k3cuda (.*)$", text, re.M)
+    assert [words.split()[0] for words in commands] == wanted
     for words in commands:
         takes(shlex.split(words))
     assert float(re.search(r"--shutdown-grace (\d+)", text).group(1)) < int(re.search(r"--signal=TERM@(\d+)", text).group(1))
+
+
+def test_the_example_of_many_ranks_starts_a_task_a_rank():
+    text = (ROOT / "examples/slurm-ranks.sh").read_text(encoding="utf-8")
+    number = {name: int(re.search(rf"^#SBATCH --{name}=(\d+)$", text, re.M)[1]) for name in ("nodes", "ntasks-per-node", "gpus-per-node")}
+    assert number["ntasks-per-node"] == number["gpus-per-node"]
+    assert set(re.findall(r"--tp (\d+)", text)) == {str(number["nodes"] * number["ntasks-per-node"])}
+    assert set(re.findall(r"\bK3CUDA_\w+", text)) <= main.variables()

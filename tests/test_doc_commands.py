@@ -24,7 +24,7 @@ import locks  # noqa: E402
 PAGES = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 EXTRAS = re.search(r"extras_require=(\{.*\})", (ROOT / "setup.py").read_text(encoding="utf-8"))[1]
-DOCKER_FLAGS = {"--rm": 0, "--gpus": 1, "--read-only": 0, "--tmpfs": 1, "--network": 1, "--user": 1, "-v": 1, "-p": 1, "-e": 1}   # and words behind each
+DOCKER_FLAGS = {"--rm": 0, "--gpus": 1, "--read-only": 0, "--tmpfs": 1, "--network": 1, "--user": 1, "--shm-size": 1, "-v": 1, "-p": 1, "-e": 1}   # and words behind each
 
 # How a command begins -> the file that runs it, by reading the page.
 ELSEWHERE = {
@@ -39,6 +39,8 @@ ELSEWHERE = {
 }
 # How a command begins -> why nothing runs it here.
 NOT_RUN = {
+    "k3cuda serve /models/Kimi-K3 --tp 8": "needs eight GPUs", "MASTER_ADDR=gb01 RANK=5": "needs 16", "mpirun -n 16": "needs four machines",
+    "export MASTER_ADDR": "of the command behind it", "sbatch ": "needs Slurm; tests/test_container.py reads the script",
     "scripts/gpu.sh collectives": "needs GPUs; without one tests/test_nccl.py runs the script behind it",
     "docker ": "needs a container runtime", "python -m pip wheel": "its package needs a build environment from an index",
     "pip install 'k3cuda[": "needs a release in an index; CI installs the same extra from the tree", "python scripts/locks.py": "asks a package index for 2 GB",
@@ -107,11 +109,15 @@ def docker(words) -> None:
 
 def lint(text: str) -> None:
     words = shlex.split(text)
+    while re.fullmatch(r"[A-Z_]+=\S+", words[0]):
+        words.pop(0)
     if words[0].endswith("k3cuda"):
         takes(words[1:])
     elif words[0] in ("mpirun", "srun"):
-        assert words[1:4] == ["-n", "2", "k3cuda"]
-        takes(words[4:])
+        assert words[1] == "-n" and words[2] == words[words.index("--tp") + 1]   # a process a rank
+        takes(words[words.index("k3cuda") + 1:])
+    elif words[0] == "sbatch":
+        assert (ROOT / words[-1]).exists()
     elif words[0] == "docker":
         docker(words)
     elif words[0].startswith("python") and words[1] != "-m":

@@ -96,6 +96,8 @@ class Loading:
         """One line about what was read, or "" where nothing was."""
         if not self.kept_bytes:
             return ""
+        if not self.read_bytes:
+            return f"loaded {self.kept_bytes / 1e9:.2f} GB in {self.wall_s:.1f} s: {self.why}"
         amplified = self.read_bytes / self.kept_bytes
         phases = ", ".join(f"{name} {self.seconds[name]:.1f} s" for name in PHASES if self.seconds[name] >= 0.05)
         return (f"loaded {self.kept_bytes / 1e9:.2f} GB in {self.wall_s:.1f} s, read {self.read_bytes / 1e9:.2f} GB at "

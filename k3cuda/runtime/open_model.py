@@ -96,6 +96,7 @@ def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_m
         for opened, its in ((checkpoint, model), (draft, draft_model)):
             if opened is not None and opened is not its:
                 opened.close()
+    loading = options["loading"]
     if drafting:
         log.info("draft model %s: %s", draft.path or "in memory", draft.cfg.summary)
         log.log(logging.WARNING if drafting.acceptance == SYNTHETIC else logging.INFO, "%s", drafting)
@@ -158,6 +159,7 @@ def _in_job(job: Job, checkpoint, options: dict, activation_dtype: str, drafting
     from .numpy_backend import NumpyBackend, fitting_length
 
     job.meet()
+    options["loading"] = job.share(options["loading"])
     return job.load(lambda: fitting_length(checkpoint.cfg, options["max_batch"], options["max_model_len"], drafting),
                     lambda collectives, length: NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, collectives=collectives,
                                                              **options | {"max_model_len": length}))

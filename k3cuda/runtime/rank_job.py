@@ -12,12 +12,14 @@ from ..errors import K3Error, UsageError
 from . import wire
 from .collectives import TcpRanks
 from .launch import Launch, launched
+from .loading import Loading
 from .model_identity import identity
 from .rank_backend import RankedBackend, follow
 from .rank_watch import EXPLAIN_S, Watch
 from .rank_workers import Workers
 from .rendezvous import Joined, Server
 from .rendezvous_join import Told, join
+from .shared_load import SharedLoading
 
 log = logging.getLogger("k3cuda")
 
@@ -109,9 +111,18 @@ class Job:
         try:
             if place is None:
                 self._workers = Workers(self.tp, {"size": self.tp, "port": server.port, "token": token, "arguments": self._arguments})
-            return server.meet(self.tp, self._facts, error=error, timeout=self._timeout, look=self._workers.check if self._workers else lambda: None)
+            return server.meet(self.tp, self._facts, lambda: secrets.token_bytes(32), error=error, timeout=self._timeout, look=self._workers.check if self._workers else lambda: None)
         finally:
             server.close()
+
+    def share(self, loading: Loading) -> Loading:
+        """How this rank reads its weights: those of one host, where they are neighbours, read every byte once. After `meet`."""
+        hosts = [host.rpartition(", ")[0] for host in self._joined.hosts]   # "host, pid"
+        here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        ranks = range(here[0], here[-1] + 1)
+        if len(here) == 1 or here != list(ranks):
+            return loading
+        return SharedLoading(loading.mode, loading.show, self.rank, ranks, self._joined.payload)
 
     def load(self, fits: Callable[[], int], make: Callable):
         """Builds this rank's backend beside the others. Returns the one for the engine on rank 0; on other ranks it does not return.

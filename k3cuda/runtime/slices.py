@@ -1,27 +1,34 @@
 """Slices of a unit in host memory: filled from whole rows by several threads, each byte going to the ranks that hold it."""
+from math import prod
+
 import numpy as np
 
 from ..errors import CheckpointError
-from ..weights import Weight, checkpoint_key, rank_slice
+from ..weights import DTYPE_BYTES, Weight, checkpoint_key, rank_slice
 from .load_plan import Segment, Unit
 from .safetensors_file import numpy_dtype
+
+_ALIGN = 64   # of an array in the memory of its unit
 
 
 class HostSlices:
     """Arrays of one unit.
 
+    Args:
+        memory: uint8 [`slices_bytes`] that holds them; None: memory of their own.
     Attributes:
         arrays: weight name -> [ranks, (experts of the unit,) rows, columns ..] in the stored dtype, as `rank_slices` gives them.
     """
 
-    def __init__(self, unit: Unit, dims: dict[str, int], tp: int, ranks: range):
-        self._first_rank, self._first_expert = ranks.start, unit.experts.start
+    def __init__(self, unit: Unit, dims: dict[str, int], tp: int, ranks: range, memory: np.ndarray | None = None):
+        self._first_rank, self._first_expert, at = ranks.start, unit.experts.start, 0
         self.arrays, self._bytes = {}, {}
         for w in unit.weights:
-            shape = slice_shape(w, dims, tp)
-            experts = (len(unit.experts),) if w.count else ()
-            self.arrays[w.name] = array = np.empty((len(ranks), *experts, *shape), numpy_dtype(w.dtype))
-            self._bytes[w.name] = array.view(np.uint8).reshape(len(ranks), *(experts or (1,)), shape[0], -1)
+            shape, dtype = _shape(w, unit, dims, tp, ranks), numpy_dtype(w.dtype)
+            nbytes = prod(shape) * dtype.itemsize
+            self.arrays[w.name] = array = np.empty(shape, dtype) if memory is None else memory[at:at + nbytes].view(dtype).reshape(shape)
+            self._bytes[w.name] = array.view(np.uint8).reshape(len(ranks), len(unit.experts) if w.count else 1, slice_shape(w, dims, tp)[0], -1)
+            at += -(-nbytes // _ALIGN) * _ALIGN
 
     def put(self, segment: Segment, view: np.ndarray) -> None:
         """Copies the rows `view`, uint8, to every rank's part of them."""
@@ -30,6 +37,15 @@ class HostSlices:
 
     def flush(self) -> None:
         """Nothing is left to do: `put` copies."""
+
+
+def slices_bytes(unit: Unit, dims: dict[str, int], tp: int, ranks: range) -> int:
+    """Bytes of the memory that holds all slices of a unit."""
+    return sum(-(-prod(_shape(w, unit, dims, tp, ranks)) * DTYPE_BYTES[w.dtype] // _ALIGN) * _ALIGN for w in unit.weights)
+
+
+def _shape(w: Weight, unit: Unit, dims: dict[str, int], tp: int, ranks: range) -> tuple[int, ...]:
+    return len(ranks), *((len(unit.experts),) if w.count else ()), *slice_shape(w, dims, tp)
 
 
 def slice_shape(weight: Weight, dims: dict[str, int], tp: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ def page():
         metrics.arrived(name)
     drafts = Speculative(3, 4, 12, 6, 0.5, 2.5, (0.75, 0.5, 0.25))
     for name, seconds, event in (
-            ("a", 2.5, Event("a", (Drawn(1), Drawn(2)), finish_reason="stop", stats=Stats(10, 3, 0, 0.25, 0.02, 10.0, 100.0, None, speculative=drafts))),
+            ("a", 2.5, Event("a", (Drawn(1), Drawn(2)), finish_reason="stop", stats=Stats(10, 3, 0, 0.25, 0.02, 10.0, 100.0, 32.0, drafts, 6))),
             ("b", 0.5, Event("b", (Drawn(1),), finish_reason="length", stats=Stats(5, 1, 0, 2.0, 0.0, None, None, None, speculative=drafts))),
             ("c", 9.0, Event("c", finish_reason="abort", stats=Stats(7, 0, 0, None, None, None, None, None)))):
         metrics.event(Event(name, (Drawn(9),)))
@@ -48,6 +48,10 @@ def test_values(page):
             "vllm:time_to_first_token_seconds_sum": 2.25, "vllm:time_to_first_token_seconds_count": 2, 'vllm:time_to_first_token_seconds_bucket{le="0.1"}': 0,
             'vllm:time_to_first_token_seconds_bucket{le="0.25"}': 1, 'vllm:time_to_first_token_seconds_bucket{le="2.5"}': 2,
             "vllm:request_time_per_output_token_seconds_sum": 0.01, "vllm:request_time_per_output_token_seconds_count": 1,
+            # 4 of 10 tokens were run, at 32 a second: 1/8 s of the 1/4 s to the first token.
+            "vllm:request_prefill_time_seconds_sum": 0.125, "vllm:request_queue_time_seconds_sum": 0.125, "vllm:request_queue_time_seconds_count": 1,
+            "vllm:request_decode_time_seconds_sum": 0.02, "vllm:request_prompt_tokens_sum": 15, "vllm:request_generation_tokens_sum": 4,
+            'vllm:request_prompt_tokens_bucket{le="5"}': 1, 'vllm:request_prompt_tokens_bucket{le="10"}': 2, "vllm:num_preemptions_total": 0,
             "vllm:e2e_request_latency_seconds_sum": 2.5 + 3.0, "vllm:e2e_request_latency_seconds_count": 2, 'k3cuda:steps_total{decode_backend="reference"}': 7}
     want |= {f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{p}"}}': n for p, n in enumerate((6, 4, 2))}
     assert {name: float(lines[name]) for name in want} == want

@@ -16,7 +16,7 @@ _OWN = ("--max-batch", "--decode-backend")   # flags of an open model that this 
 _FLAGS = tuple(f for f in options.ENGINE if not set(_OWN) & set(f[0]))
 # What a backend may have besides its name: flag without dashes -> (parameter, type).
 _PARTS = {names[0][2:]: (names[0][2:].replace("-", "_"), attributes.get("type", click.STRING)) for names, attributes in _FLAGS
-          if not attributes.get("is_flag") and not attributes.get("hidden") and attributes.get("cls") is not options.NotYet}
+          if not attributes.get("is_flag") and not attributes.get("hidden") and attributes.get("cls") is not options.NotNeeded}
 _PARTS["activation-dtype"] = ("activation_dtype", click.STRING)
 
 

@@ -4,6 +4,7 @@ import click
 from . import output
 
 SPECULATIVE = "k3cuda.speculative_config"   # where values that one flag gives for others wait in click's context until all are read
+_NOT_NEEDED = "k3cuda.not_needed"   # as that, lines to be said once it is known whether any are wanted
 
 
 class Option(click.Option):
@@ -34,30 +35,25 @@ class Text(click.types.StringParamType):
         return value
 
 
-class NotYet(Option):
-    """A flag of a later version: refused by name, because ignoring it would change what the user believes to have run."""
-
-    def __init__(self, *declarations, what: str, **attributes):
-        super().__init__(*declarations, hidden=True, callback=self._refuse, expose_value=False, **attributes)
-        self.what = what
-
-    @staticmethod
-    def _refuse(ctx, option, value):
-        if value is not None and not ctx.resilient_parsing:
-            raise click.UsageError(f"{option.opts[0]}: {option.what} is not in this version yet; leave it out", ctx)
-
-
 class NotNeeded(Option):
-    """A flag of vLLM that says what is so here anyway, or what is not so: accepted, with one line that says why it changes nothing."""
+    """A flag of others that says what is so here anyway, or what is not so: accepted, with one line that says why it changes nothing.
 
-    def __init__(self, *declarations, why: str, **attributes):
+    Args:
+        accepts, wanted: which values say that, and what they are called; any by default.
+        instead: the way out for other values.
+    """
+
+    def __init__(self, *declarations, why: str, accepts=None, wanted: str = "", instead: str = "leave it out", **attributes):
         super().__init__(*declarations, hidden=True, callback=self._explain, expose_value=False, **attributes)
-        self.why = why
+        self.why, self._accepts, self._wanted, self._instead = why, accepts, wanted, instead
 
     @staticmethod
     def _explain(ctx, option, value):
-        if value not in (None, False, ()) and not ctx.resilient_parsing:
-            output.say(f"{option.opts[0]} is not needed: {option.why}")
+        if value in (None, False, ()) or ctx.resilient_parsing:
+            return
+        if option._accepts and not option._accepts(value):
+            raise click.UsageError(f"{option.opts[0]}: found {value!r:.60}, wanted {option._wanted}; {option._instead}", ctx)
+        ctx.meta.setdefault(_NOT_NEEDED, []).append(f"{option.opts[0]} is not needed: {option.why}")
 
 
 def flags(*options):
@@ -98,4 +94,6 @@ class Command(click.Command):
         output.configure_logging(*(ctx.params.pop(name) for name in ("log_level", "quiet", "verbose", "log_format")))
         if ctx.obj:   # what the group had to say before there was a log
             output.log.warning(ctx.obj)
+        for line in ctx.meta.get(_NOT_NEEDED, ()):
+            output.say(line)
         return super().invoke(ctx)

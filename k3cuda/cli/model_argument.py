@@ -85,8 +85,9 @@ def _config_file(model: str):
     from pathlib import Path
 
     from ..errors import ConfigError
-    from ..runtime.downloads import no_text
+    from ..runtime.downloads import check_is_here, no_text
 
+    check_is_here(model)
     path = Path(model)
     path = path.parent / "config.json" if path.suffix == ".safetensors" else path / "config.json" if path.is_dir() else path
     if kind := no_text(path):

@@ -4,8 +4,9 @@ import json
 import click
 
 from ..errors import UsageError
-from .flag_kinds import SPECULATIVE, Command, NotNeeded, NotYet, Option, Text, flag, flags  # noqa: F401 - commands take all from here
+from .flag_kinds import SPECULATIVE, Command, NotNeeded, Option, Text, flag, flags  # noqa: F401 - commands take all from here
 from .model_argument import model, model_and_file  # noqa: F401 - as above
+from .pasted import OF_A_MODEL, flags_of
 
 OUTPUT = flag("--output", metavar="FILE", help="Write the result there instead of stdout.")
 prompt = flags(
@@ -80,7 +81,9 @@ _DRAFTING = (
     flag("--draft-rows", metavar="WIDTH", help="Rows the draft computes: block or drafts.  [default: block]"),
     flag("--confidence-threshold", type=float, metavar="P", help="Verify drafts before the first that is less sure.  [default: all]"),
 )
-LOAD_MODE = flag("--load-mode", default="auto", metavar="NAME", aliases=["--load-format"], help="How files are read: auto, direct, buffered or mmap.  [default: auto]")
+LOAD_MODE = flag("--load-mode", default="auto", metavar="NAME", aliases=["--load-format"],
+                 callback=lambda ctx, option, value: "auto" if value == "safetensors" else value,   # vLLM's word for the files, which are no others here
+                 help="How files are read: auto, direct, buffered or mmap.  [default: auto]")
 ENGINE = (
     flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=TP_ALIASES, help="Ranks to cut the model over.  [default: 1; a repacked model's own]"),
     flag("--ranks", default="auto", metavar="HOW", help="virtual, in one process, or processes.  [default: auto, what the launcher started]"),
@@ -95,8 +98,7 @@ ENGINE = (
     flag("--no-progress", is_flag=True, aliases=["--disable-tqdm"], help="No progress while loading."),
     *DRAFT, *_DRAFTING,
     LOAD_MODE,
-    flag("--gpu-memory-utilization", cls=NotYet, what="a GPU memory budget",
-          aliases=["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]),
+    *flags_of(OF_A_MODEL),
 )
 engine = flags(*ENGINE)
 _ENGINE_NAMES = ("tp", "ranks", "rendezvous_timeout", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",

@@ -50,8 +50,10 @@ def tokenize(model, prompt, file, chat, decode, system, reasoning_effort, no_thi
 def open_tokenizer(model: str):
     """The tokenizer of a checkpoint, without a look at its weights."""
     from ..runtime.demo import DEMO
+    from ..runtime.downloads import check_is_here
     from ..runtime.tokenizer import DEMO_TOKENIZER_DIR, Tokenizer
 
+    check_is_here(model)
     path = DEMO_TOKENIZER_DIR if model == DEMO else Path(model)
     return Tokenizer.from_dir(path.parent if path.is_file() else path)
 

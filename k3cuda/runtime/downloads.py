@@ -1,9 +1,29 @@
 """What a download leaves when it was cut short, or saved something else under the file's name."""
 import os
+import re
 import stat
 from pathlib import Path
 
+from ..errors import CheckpointError
+
 _PARTIAL = (".incomplete", ".part", ".aria2", ".crdownload")  # what downloaders leave beside a file that is not whole
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def how_to_download(name) -> str | None:
+    """What to do about a model that is not on this machine and may be a name on the hub; None for a path that is here or no such name."""
+    name = str(name)
+    if not _HUB_ID.fullmatch(name) or os.path.exists(name):
+        return None
+    folder = name.rpartition("/")[2]
+    return f"nothing is downloaded for you: if it is a name on the hub, run `hf download {name} --local-dir {folder}` and give {folder}"
+
+
+def check_is_here(name) -> None:
+    """Raises CheckpointError for what may be a name on the hub and is no path on this machine."""
+    if hint := how_to_download(name):
+        raise CheckpointError(f"{name}: found no folder of that name here, wanted a checkpoint on this machine", hint)
 
 
 def partial_download(path: Path) -> str:

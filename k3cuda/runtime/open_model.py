@@ -1,7 +1,6 @@
 """From what the user calls a model to a backend that runs it. Everything that can be refused is refused before weights are read."""
 import logging
 import os
-import re
 from dataclasses import dataclass
 
 from ..config import DECODE_ROWS, token_ids
@@ -10,6 +9,7 @@ from ..errors import CheckpointError, ConfigError, DeviceError, K3Error, UsageEr
 from .backend import Backend
 from .block_reader import AUTO, MODES
 from .draft_checkpoint import DraftCheckpoint, DraftTensors
+from .downloads import check_is_here
 from .drafting import SYNTHETIC, Drafting, check_options
 from .launch import Launch
 from .loading import Loading
@@ -24,7 +24,6 @@ KV_CACHE_DTYPES = ("auto", "f32", "bf16", "fp8_e4m3")
 ACTIVATION_DTYPES = ("f32", "bf16")
 DEFAULT_BATCH = 8
 _ALIASES = {"ref": REFERENCE, "fp8": "fp8_e4m3", "bfloat16": "bf16", "float32": "f32"}
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,4 @@ def _check_place(name: str, value, kind: type, made: str) -> None:
         return
     if not isinstance(value, (str, os.PathLike)):
         raise UsageError(f"{name}: found {type(value).__name__}, wanted the folder of a checkpoint, a .safetensors file, or {made!r}")
-    if _HUB_ID.fullmatch(str(value)) and not os.path.exists(value):
-        folder = str(value).rpartition("/")[2]
-        raise CheckpointError(f"{value}: found no folder of that name here, wanted a checkpoint on this machine",
-                              f"nothing is downloaded for you: if it is a name on the hub, run `hf download {value} --local-dir {folder}` and give {folder}")
+    check_is_here(value)

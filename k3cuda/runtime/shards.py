@@ -7,7 +7,7 @@ from pathlib import Path
 from ..config import RELEASED
 from ..weights import SKIPPED_PREFIXES
 from . import strict_json
-from .downloads import hub_leftovers, no_text, partial_download
+from .downloads import how_to_download, hub_leftovers, no_text, partial_download
 from .findings import AGAIN, Finding, counted, shown
 from .safetensors_file import SafetensorsFile
 
@@ -49,7 +49,7 @@ def open_shards(path: Path) -> Shards:
         shards = Shards(path)
         shards.add(path, "no folder and no .safetensors file" if os.path.exists(path) else "no such folder", "the folder of a checkpoint",
                    "this name is a configuration without weights, for plan and bench only" if str(path) == RELEASED else
-                   "correct the path, or download the release there")
+                   how_to_download(path) or "correct the path, or download the release there")
     elif os.path.lexists(path / INDEX):
         shards = Shards(path, index=path / INDEX)
         _read_index(shards)

@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, train"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, load, train"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -23,6 +23,8 @@ case $name in
   prefill) k3cuda bench prefill -v --rank 3 --prompt 8K --experts 887 --stages --output "$out/prefill.json" "$@" ;;
   idle) OUT=$out python3 scripts/bench_idle.py "$@" ;;
   official) for part in step experts hops torch prefill idle; do sh scripts/gpu.sh "$part"; done ;;
+  # One whole rank of a stand-in of the release in holes; it also writes 16 GB really, to measure the disk.
+  load) exec python3 scripts/load_rank.py --output "$out/load.json" "$@" ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
   # NCCL between processes: --ranks N on N GPUs, or --ranks N --share-gpu on one.
   collectives) exec python3 scripts/bench_collectives.py "$@" ;;

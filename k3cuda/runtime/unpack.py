@@ -16,7 +16,7 @@ def unpacked(arrays: dict[str, np.ndarray], stored: tuple[Packed, ...], cfg: K3C
     """Weight name -> its slice, [(experts,) rows, columns ..] in the stored dtype, of all weights that the arrays of one layer hold.
 
     Args:
-        arrays: uint8 [bytes] by name, for each of `stored`. A folded product is not among them.
+        arrays: uint8 [bytes] by name, for each of `stored`, of any number of experts. A folded product is not among them.
     """
     dims, found, halves = cfg.dims(), {}, {}
     for p in stored:
@@ -28,7 +28,7 @@ def unpacked(arrays: dict[str, np.ndarray], stored: tuple[Packed, ...], cfg: K3C
             halves[p.how] = _heads(p, array, cfg, tp)
         elif p.how in (packing.EXPERTS, packing.EXPERT_PAIRS):
             leaves, groups = packing.leaves_and_steps(first.name, cfg, tp)
-            tiles = array.reshape(cfg.num_experts, tiles_of(shape[0]), len(p.sources), leaves, leaf_bytes(groups))
+            tiles = array.reshape(-1, tiles_of(shape[0]), len(p.sources), leaves, leaf_bytes(groups))
             for i, name in enumerate(p.sources):
                 found[name], found[f"{name}_scale"] = _experts(tiles[:, :, i], shape[0], groups)
         else:

@@ -33,6 +33,17 @@ def test_commands_that_open_a_model_take_them(name):
         assert not {p.replace("-", "_").strip("_") for p in tables} & context.params.keys()
 
 
+def commands(group=main):
+    for command in group.commands.values():
+        yield from commands(command) if isinstance(command, click.Group) else [command]
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=lambda c: c.name)
+def test_no_spelling_is_two_flags(command):
+    spellings = [s for p in command.params if isinstance(p, click.Option) for s in (*p.opts, *p.secondary_opts, *p.aliases)]
+    assert len(spellings) == len(set(spellings)), sorted(s for s in spellings if spellings.count(s) > 1)
+
+
 @pytest.mark.parametrize("given, said", [
     (["--gpu-memory-utilization", "0.5"], "found '0.5', wanted 0.9 to 1"), (["--mem-fraction-static", "x"], "found 'x', wanted 0.9 to 1"),
     (["-pp", "2"], "found '2', wanted 1; give --tp alone"), (["--dp-size", "4"], "found '4', wanted 1; give --tp alone"),

@@ -33,6 +33,7 @@ OF_A_MODEL = {
     "--gpu-memory-utilization": ("0.92 of a GPU's memory is used; --max-model-len and --max-batch make it less",
                                  {"accepts": _most_of_the_memory, "wanted": "0.9 to 1, since this version has no budget for GPU memory",
                                   "aliases": ["--mem-fraction-static", "--kv-cache-free-gpu-memory-fraction"]}),
+    "--no-mmap": ("files are mapped only where --load-mode says so", _FLAG | {"aliases": ["--weight-loader-disable-mmap"]}),
     "--enable-chunked-prefill": ("prompts always run in chunks beside the answers of others", _FLAG),
     "--chunked-prefill-size": ("the rows of a step are fixed", {"aliases": ["--max-prefill-tokens"]}),
     "--max-num-batched-tokens": ("the rows of a step are fixed", {}),

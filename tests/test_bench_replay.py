@@ -4,7 +4,8 @@ import json
 import re
 
 import pytest
-from command import ROOT, k3, k3_json
+from click.testing import CliRunner
+from command import ROOT, k3_json
 from fake_server import OK, VirtualLoop, document, event, fake_server, on_virtual_time, text
 from scripted import fake  # noqa: F401, the fixture
 
@@ -13,6 +14,7 @@ from k3cuda.bench.answers import Answer
 from k3cuda.bench.contexts import IdContext, TextContext, fillers
 from k3cuda.bench.replay import LocalModel, Played, by_turn, play
 from k3cuda.bench.trace import Session, Turn, read_trace
+from k3cuda.cli.bench_replay import replay
 from k3cuda.errors import UsageError
 from k3cuda.runtime.request_times import Times, summary
 
@@ -216,7 +218,7 @@ def test_a_server_without_usage(trace):
     with fake_server([OK + text("a", "b", finish_reason="length") + b"data: [DONE]\n\n"], v1_models=document("200 OK", b'{"data": [{"id": "m"}]}')) as (url, bodies):
         found = k3_json("bench", "replay", "trace.jsonl", "--base-url", url, "--idle-gap-cap", 0, "--endpoint", "/v1/completions", cwd=trace)
     assert found["requests"]["completed"] == 5 and found["cached_share"] is None and found["tokens_counted_by"] == {"usage": 0, "events": 5}
-    assert bodies[1]["prompt"].startswith(bodies[0]["prompt"] + " ab ") and bodies[0]["ignore_eos"] and bodies[0]["max_tokens"] == 8
+    assert bodies[1]["prompt"].startswith(bodies[0]["prompt"] + "ab ") and bodies[0]["ignore_eos"] and bodies[0]["max_tokens"] == 8
 
 
 def test_failures_make_code_8(trace):
@@ -227,6 +229,9 @@ def test_failures_make_code_8(trace):
 
 @pytest.mark.parametrize("words, said", [
     (["trace.jsonl"], "no model; give the folder"), (["demo", "nix.jsonl"], "cannot be read"), (["demo", "a", "b"], "wanted [MODEL] TRACE"),
-    (["demo", "trace.jsonl", "--endpoint", "/v1/completions"], "for a server"), (["demo", "trace.jsonl", "-t", "3"], "temperature: found 3")])
-def test_what_is_refused(trace, words, said):
-    assert said in k3("bench", "replay", *words, cwd=trace, code=2).stderr.decode()
+    (["demo", "trace.jsonl", "--endpoint", "/v1/completions"], "--endpoint is for a server"), (["trace.jsonl", "--base-url", "http://x", "--tp", "2"], "--tp is for a model in this process"),
+    (["trace.jsonl", "--base-url", "http://x", "--prefix-cache", "2"], "--prefix-cache is for a model"), (["demo", "trace.jsonl", "--stall-timeout", "2"], "--stall-timeout is for a server"), (["demo", "trace.jsonl", "-t", "3"], "temperature: found 3")])
+def test_what_is_refused(trace, monkeypatch, words, said):
+    monkeypatch.chdir(trace)
+    found = CliRunner().invoke(replay, words)
+    assert said in found.output + str(found.exception) and found.exit_code

@@ -79,4 +79,7 @@ class TextContext:
     @property
     def prompt(self):
         messages = [message for _, message in self._messages]
-        return " ".join(m["content"] for m in messages) if self._joined else messages
+        if not self._joined:
+            return messages
+        # An answer goes on where its prompt ended, as the server has it.
+        return "".join(m["content"] if m["role"] == "assistant" or not i else f" {m['content']}" for i, m in enumerate(messages))

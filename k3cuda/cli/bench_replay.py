@@ -41,6 +41,7 @@ def replay(model, trace, base_url, concurrency, duration, idle_gap_cap, prefix_c
     from ..bench.trace import read_trace
     from ..runtime.request_times import summary
 
+    _check_given(base_url is not None, [*flags, "prefix_cache"])
     which, engine = bench_target.percentile_list(metric_percentiles), options.engine_arguments(flags)
     engine |= {"prefix_cache": prefix_cache}
     if base_url is None:
@@ -50,8 +51,6 @@ def replay(model, trace, base_url, concurrency, duration, idle_gap_cap, prefix_c
     result = Result(output)
     with asyncio.Runner() as runner:
         if base_url is None:
-            if endpoint or extra_body:
-                raise UsageError("--endpoint and --extra-body are for a server", "give its --base-url too")
             found, setup = _here(runner, model, sessions, played_as, temperature, engine, not no_progress)
         else:
             ours = {"ignore_eos": True} | ({} if temperature is None else {"temperature": temperature})
@@ -75,6 +74,17 @@ def replay(model, trace, base_url, concurrency, duration, idle_gap_cap, prefix_c
         "duration": duration, "idle_gap_cap": idle_gap_cap, "temperature": temperature, "seed": seed} | setup}, 1)
     result.close()
     end(times, allow_failures)
+
+
+def _check_given(is_server: bool, of_a_model: list[str]) -> None:
+    """Refuses flags that would change nothing; a variable may be set for other commands."""
+    of_a_server = ["endpoint", "api_key", "extra_body", "timeout", "stall_timeout"]
+    source = click.get_current_context().get_parameter_source
+    for name in of_a_model if is_server else of_a_server:
+        if source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is for a model in this process", "leave it out, or --base-url") if is_server else UsageError(
+                f"{flag} is for a server", "leave it out, or give the --base-url of one")
 
 
 def _here(runner, model, sessions, played_as, temperature, engine, show_progress):

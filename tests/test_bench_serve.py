@@ -226,7 +226,7 @@ def bench(url, *flags, **options):
 
 def test_the_command_against_another_server():
     """One without usage, tokenizer page or metrics; it takes a key, and the fields that it is to get."""
-    with fake_server([OK + text("a"), 0.01, text("b", finish_reason="stop") + DONE], v1_models=MODELS) as (url, bodies):
+    with fake_server([OK + text("a"), 0.1, text("b", finish_reason="stop") + DONE], v1_models=MODELS) as (url, bodies):
         found = bench(url + "/v1/", "--max-concurrency", "1,2", "--output-len", 7, "--ignore-eos", "--temperature", 0, "--save-detailed", "--num-warmups", 1,
                       "--metric-percentiles", "25,99.5", "--extra-body", '{"stream_options": null, "top_k": 5}', "--dataset-name", "random", "--backend", "openai",
                       env={"OPENAI_API_KEY": "secret"})

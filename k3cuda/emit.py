@@ -198,6 +198,33 @@ def _kernels(plan: Plan | DraftPlan, t: Tables, rows: int, ride: bool, sms: int,
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True)
+class MoveLayout:
+    """Where a move of up to DECODE_ROWS rows takes and leaves bytes.
+
+    Attributes:
+        slice: of one row that a rank sends to one other.
+        source_row, target_row: from row to row there.
+        slot: from rank to rank in the target.
+        is_cut: the slice depends on who receives it: it stands behind those for the ranks before.
+    """
+
+    slice: int
+    source_row: int
+    target_row: int
+    slot: int
+    is_cut: bool
+
+
+def layout_of(move: Move, tp: int, t: Tables) -> MoveLayout:
+    """The layout of a move over `tp` ranks, from the shapes of its buffers."""
+    source = t.buffers[move.source]
+    size, width = DTYPE_BYTES[source.dtype], prod(buffer_shape(source, t.dims)[1:])
+    part = width // tp if move.how == SCATTER else width
+    slot = part if move.how == GATHER else part * (DECODE_ROWS if move.how == STACK else MAX_ROWS)
+    return MoveLayout(part * size, width * size, (width * tp if move.how == GATHER else part) * size, slot * size, move.how == SCATTER)
+
+
 def _collective(stage: Stage, plan: Plan, t: Tables, rows: int, sms: int, ride: bool) -> str:
     """A struct that moves what the stage says, for `rows` rows; see kernels_cu/stages/collective.cuh. In a wide step what would be stacked
     is added up in place: every rank sums its share of the columns and gives it to all, so the parts need not be with everyone."""
@@ -210,14 +237,10 @@ def _collective(stage: Stage, plan: Plan, t: Tables, rows: int, sms: int, ride: 
             continue
         if ride:
             continue
-        source, target = t.buffers[m.source], t.buffers[m.target]
-        size, width = DTYPE_BYTES[source.dtype], prod(buffer_shape(source, dims)[1:])
-        part = width // plan.tp if m.how == SCATTER else width
-        target_row = width * plan.tp if m.how == GATHER else part
-        slot = part if m.how == GATHER else part * (DECODE_ROWS if m.how == STACK else MAX_ROWS)
-        units += plan.tp * rows * part * size // 16
-        moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, kRows, {part * size}, {width * size}, {target_row * size}, {slot * size}ull, "
-                     f"{str(m.how == SCATTER).lower()}>(s);")
+        at = layout_of(m, plan.tp, t)
+        units += plan.tp * rows * at.slice // 16
+        moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, kRows, {at.slice}, {at.source_row}, {at.target_row}, {at.slot}ull, "
+                     f"{str(at.is_cut).lower()}>(s);")
     return (f"namespace stage {{ struct {stage.name} : StageDefaults {{\n  static constexpr int kBlocks = {max(1, min(sms, units // 256))}, kThreads = 256;\n"
             "  static __device__ void run(const Step& s, const OpArgs&) {\n    grid_wait();\n    grid_launch_next();\n    "
             + "\n    ".join(moves) + "\n  }\n}; }")

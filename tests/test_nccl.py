@@ -1,5 +1,6 @@
 """NCCL's library as far as it goes without a GPU: ids for sixteen processes, errors in its words; what is asked of it, on a library that moves memory."""
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -9,9 +10,15 @@ import pytest
 from command import ROOT
 from rank_processes import ends, free_port, start
 
+from k3cuda.buffers import DTYPE_BYTES, buffer_shape
+from k3cuda.emit import arena_offsets, layout_of
 from k3cuda.errors import DeviceError
+from k3cuda.plan import build_plan
 from k3cuda.runtime import nccl
 from k3cuda.runtime.collectives import VirtualRanks
+from k3cuda.runtime.made_config import made_config
+from k3cuda.stages import GATHER, SCATTER, STACK
+from k3cuda.tables import tables_of
 
 RENDEZVOUS = """
 import hashlib, sys
@@ -176,6 +183,51 @@ def test_parts_arrive_as_between_virtual_ranks(tp):
     comms[1].close()
     comms[1].close()
     assert lib.log == [("destroy", 2)]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_a_step_moves_what_the_plan_says(rows):
+    """Every move of a small model on arenas in host memory, packed and spread as on a GPU, against the shapes of its buffers."""
+    from k3cuda.runtime.cuda_rank import NcclMove
+
+    tp, rng = 4, np.random.default_rng(rows)
+    plan = build_plan(made_config(), tp)
+    tables, (offsets, size) = tables_of(plan), arena_offsets(plan)
+    lib = MovesMemory(tp)
+    comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, tp, lib) for r in range(tp)]
+    arenas = [rng.integers(0, 256, size, np.uint8) for _ in range(tp)]
+
+    def copy2d(target, target_pitch, source, source_pitch, width, height):
+        for row in range(height):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+    def view(arena, name):
+        b = tables.buffers[name]
+        shape, of = buffer_shape(b, tables.dims), offsets[name]
+        width = DTYPE_BYTES[b.dtype]
+        return arena[of:of + math.prod(shape) * width].view(f"u{width}").reshape(shape)
+
+    moves = {m: None for op in plan.ops for m in op.stage.moves}
+    assert {m.how for m in moves} == {GATHER, STACK, SCATTER}
+    for m in moves:
+        before, layout = [a.copy() for a in arenas], layout_of(m, tp, tables)
+        staging = [np.empty(NcclMove.staging_bytes(layout, tp, rows), np.uint8) for _ in range(tp)]
+        launches = [NcclMove(layout, comms[r], arenas[r].ctypes.data, offsets[m.source], offsets[m.target], rows, staging[r].ctypes.data, 77, copy2d) for r in range(tp)]
+        threads = [threading.Thread(target=launch.launch) for launch in launches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for r in range(tp):
+            wanted = before[r].copy()
+            target, sources = view(wanted, m.target), [view(a, m.source)[:rows] for a in before]
+            if m.how == GATHER:
+                target[:rows] = np.concatenate(sources, axis=tables.buffers[m.source].cut)
+            else:
+                n = target.shape[-1]
+                for i, source in enumerate(sources):
+                    target[i, :rows] = source if m.how == STACK else source[..., r * n:(r + 1) * n]
+            np.testing.assert_array_equal(arenas[r], wanted, err_msg=f"{m.source} on rank {r}: also what lies around the target")
 
 
 def test_a_call_that_fails_is_named():

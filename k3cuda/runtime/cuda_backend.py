@@ -50,6 +50,7 @@ class CudaBackend:
     """
 
     name, overlaps, drafting = STANDARD, True, None
+    most_rows, device_index = MAX_ROWS, 0   # of a step; of the GPUs that are visible
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True,
@@ -60,11 +61,11 @@ class CudaBackend:
         head = source.cfg.linear_attn_config.head_dim
         if head != KDA_HEAD_DIM:
             raise ConfigError(f"linear_attn_config.head_dim: found {head}, the kernels are built for {KDA_HEAD_DIM}", "use the reference backend")
-        self.device, self.ride, self.probes = open_device(0), ride, probes
+        self.device, self.ride, self.probes = open_device(self.device_index), ride, probes
         self.gpu = self.device.name
         self.cfg: K3Config = source.cfg
         self.plan: Plan = build_plan(self.cfg, tp)
-        self.tp, self.num_slots, self.max_rows = tp, max_batch, MAX_ROWS
+        self.tp, self.num_slots, self.max_rows = tp, max_batch, self.most_rows
         self.kv_cache_dtype = _KV_DTYPES[kv_cache_dtype]
         self.ranks = "virtual" if only_rank is None else "loopback"
         self.stream = cupy.cuda.Stream(non_blocking=True)

@@ -1,0 +1,106 @@
+"""The standard decode backend as one rank of several processes, a GPU each: what crosses ranks goes by NCCL. Not run on a GPU yet.
+
+NCCL moves contiguous bytes, so what is cut by columns is packed before and spread behind it by 2D copies. All of it is captured in the step's
+graph. The exchange inside a kernel, over mapped peers, is to take its place where that is faster.
+"""
+from typing import Callable
+
+import cupy
+
+from ..config import DECODE_ROWS
+from ..emit import MoveLayout, arena_offsets, layout_of
+from ..errors import UsageError
+from ..stages import Move
+from .cuda_backend import CudaBackend
+from .nccl import Communicator
+
+
+class NcclMove:
+    """One move of a collective, to be launched where a kernel would be.
+
+    Args:
+        arena, target, source: address of the rank's arena, and offsets in it.
+        rows: of the step's bucket.
+        staging: address of room for `staging_bytes`.
+        copy2d: (target, its pitch, source, its pitch, width, height), in the stream's order; addresses and bytes.
+    """
+
+    def __init__(self, layout: MoveLayout, comm: Communicator, arena: int, source: int, target: int, rows: int, staging: int, stream: int, copy2d: Callable):
+        self.kernel, self._comm, self._stream, self._copy2d, self._rows, self._at = "nccl", comm, stream, copy2d, rows, layout
+        self._source, self._target, self._sent, self._got = arena + source, arena + target, staging, staging + rows * layout.slice * comm.size
+
+    @staticmethod
+    def staging_bytes(layout: MoveLayout, tp: int, rows: int) -> int:
+        """What is sent, to each rank where that differs, and what is received."""
+        return 2 * tp * rows * layout.slice
+
+    def launch(self) -> None:
+        at, part = self._at, self._rows * self._at.slice
+        if at.is_cut:
+            for rank in range(self._comm.size):
+                self._copy2d(self._sent + rank * part, at.slice, self._source + rank * at.slice, at.source_row, at.slice, self._rows)
+            self._comm.all_to_all(self._sent, self._got, part, self._stream)
+        else:   # a whole row is sent, and rows stand behind one another
+            self._comm.all_gather(self._source, self._got, part, self._stream)
+        for rank in range(self._comm.size):
+            self._copy2d(self._target + rank * at.slot, at.target_row, self._got + rank * part, at.slice, at.slice, self._rows)
+
+
+class CudaRank(CudaBackend):
+    """One rank of `comm.size`. A step has at most DECODE_ROWS rows, and its draws are read before the next one begins.
+
+    Args:
+        comm: of all ranks; closed with the backend. device: index of this rank's GPU. options: as CudaBackend.
+    """
+
+    overlaps, most_rows = False, DECODE_ROWS
+
+    def __init__(self, source, comm: Communicator, device: int, **options):
+        self._comm, self.device_index, self._staging = comm, device, {}
+        super().__init__(source, comm.size, only_rank=comm.rank, ride=False, **options)
+        self._warm_up()
+
+    def bind_cache(self, max_model_len: int | None) -> None:
+        self.ranks = "loopback"   # this rank's arena stands in every peer's place, and no kernel of ours looks there
+        super().bind_cache(max_model_len)
+        self.ranks = "nccl"
+
+    def _warm_up(self) -> None:
+        """NCCL sets connections up when they are first used, which must not be while a graph is captured."""
+        room = cupy.zeros(2 * self.tp, cupy.uint8)
+        cupy.cuda.get_current_stream().synchronize()
+        self._comm.all_gather(room.data.ptr, room.data.ptr + self.tp, 1, self._raw_stream)
+        self._comm.all_to_all(room.data.ptr, room.data.ptr + self.tp, 1, self._raw_stream)
+        self.stream.synchronize()
+        self._comm.check()
+
+    def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False):
+        """As CudaBackend, with NCCL in the place of collectives. Nothing begins under a launch before it, which may be NCCL's."""
+        out = super().launches(what, bucket, overlap=False, follows=follows)
+        return [(op, self._moves(op.stage.moves, bucket) if op.stage.moves else group) for op, group in out]
+
+    def _moves(self, moves: tuple[Move, ...], bucket: int) -> list[NcclMove]:
+        memory, offsets = self.memories[0], arena_offsets(self.plan)[0]
+        return [NcclMove(layout, self._comm, memory.arena.data.ptr, offsets[m.source], offsets[m.target], bucket, self._room(layout, bucket),
+                         self._raw_stream, self._copy2d) for m in moves for layout in [layout_of(m, self.tp, memory.tables)]]
+
+    def _room(self, layout: MoveLayout, bucket: int) -> int:
+        """Staging by size: moves follow one another in the stream, so those of one size share theirs."""
+        size = NcclMove.staging_bytes(layout, self.tp, bucket)
+        if size not in self._staging:
+            self._staging[size] = cupy.empty(size, cupy.uint8)
+        return self._staging[size].data.ptr
+
+    def _copy2d(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
+        runtime = cupy.cuda.runtime
+        runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, height, runtime.memcpyDeviceToDevice, self._raw_stream)
+
+    def buffer(self, name: str, rank: int = 0):
+        if rank != self._comm.rank and rank in range(self.tp):
+            raise UsageError(f"buffer {name}: rank {rank} is another process", f"ask for rank {self._comm.rank}")
+        return super().buffer(name, 0 if rank == self._comm.rank else rank)
+
+    def close(self) -> None:
+        super().close()
+        self._staging.clear()
+        self._comm.close()

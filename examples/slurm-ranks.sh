@@ -21,4 +21,4 @@ export K3CUDA_JOB_TOKEN
 
 srun --ntasks=1 --nodes=1 k3cuda check "$MODEL" --tp 16
 echo "http://$(hostname -f):8000/v1"
-exec srun --kill-on-bad-exit=1 k3cuda serve "$MODEL" --tp 16 --rendezvous-timeout 300 --served-model-name k3 --host 0.0.0.0 --shutdown-grace 45
+exec srun --kill-on-bad-exit=1 k3cuda serve "$MODEL" --tp 16 --decode-backend standard --rendezvous-timeout 300 --served-model-name k3 --host 0.0.0.0 --shutdown-grace 45

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from rank_processes import ends, free_port, start
 
 from k3cuda.buffers import DTYPE_BYTES, buffer_shape
 from k3cuda.emit import arena_offsets, layout_of
-from k3cuda.errors import DeviceError
+from k3cuda.errors import DeviceError, UsageError
 from k3cuda.plan import build_plan
 from k3cuda.runtime import nccl
 from k3cuda.runtime.collectives import VirtualRanks
@@ -228,6 +229,25 @@ def test_a_step_moves_what_the_plan_says(rows):
                 for i, source in enumerate(sources):
                     target[i, :rows] = source if m.how == STACK else source[..., r * n:(r + 1) * n]
             np.testing.assert_array_equal(arenas[r], wanted, err_msg=f"{m.source} on rank {r}: also what lies around the target")
+
+
+def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monkeypatch):
+    from k3cuda.runtime.cuda_backend import CudaBackend
+    from k3cuda.runtime.cuda_rank import CudaRank, NcclMove
+
+    asked, plan = [], build_plan(made_config(), 4)
+    memory = SimpleNamespace(arena=SimpleNamespace(data=SimpleNamespace(ptr=1 << 20)), tables=tables_of(plan))
+    monkeypatch.setattr(CudaBackend, "launches", lambda self, what, bucket, **options: asked.append(options) or [(op, ["kernel"]) for op in plan.ops])
+    monkeypatch.setattr(CudaRank, "_room", lambda self, layout, bucket: 1 << 30)
+    rank = CudaRank.__new__(CudaRank)
+    rank.memories, rank.plan, rank.tp, rank._comm, rank._raw_stream = [memory], plan, 4, SimpleNamespace(rank=2, size=4), 77
+    launches = rank.launches("step", 8, overlap=True)
+    assert asked == [{"overlap": False, "follows": False}] and [op for op, _ in launches] == list(plan.ops)
+    for op, group in launches:
+        assert [type(x) for x in group] == [NcclMove] * len(op.stage.moves) if op.stage.moves else group == ["kernel"]
+    assert not CudaRank.overlaps and CudaRank.most_rows == 64 and CudaBackend.most_rows == 256   # what one process has stays as it was
+    with pytest.raises(UsageError, match="rank 1 is another process"):
+        rank.buffer("logits", 1)
 
 
 def test_a_call_that_fails_is_named():

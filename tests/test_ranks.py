@@ -1,4 +1,5 @@
 """Ranks as processes: the same bytes and tokens as ranks in one process, and nothing that is not the same everywhere."""
+import os
 import socket
 import struct
 import threading
@@ -9,14 +10,16 @@ import numpy as np
 import pytest
 
 from k3cuda import LLM, SamplingParams
-from k3cuda.errors import ConfigError, RanksDiffer, UsageError
+from k3cuda.errors import ConfigError, DeviceError, RanksDiffer, UsageError
 from k3cuda.runtime import wire
 from k3cuda.runtime.backend import DraftAsk, Judge, Judged
 from k3cuda.runtime.collectives import TcpRanks, VirtualRanks
+from k3cuda.runtime.launch import Launch
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.rank_backend import CHECK_EVERY, RankedBackend, follow
 from k3cuda.runtime.rank_calls import DECODE, ENCODE
+from k3cuda.runtime.rank_job import Job
 from k3cuda.runtime.sampling import Draw, Drawn
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from models import step_rows
@@ -63,13 +66,43 @@ def test_sixteen_processes(tmp_path):
 def test_what_cannot_be_refused_later_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr("k3cuda.runtime.rank_job.Workers", lambda *args: pytest.fail("a process was started"))
     for options, kind, text in (({"tp": 3}, Exception, "1, 2, 4"), ({"tp": 2, "max_batch": 65}, UsageError, "max_batch"), ({"tp": 2, "draft_model": "/nowhere"}, Exception, "nowhere"),
-                                ({"tp": 2, "decode_backend": "standard"}, UsageError, "processes"), ({"tp": 2, "rendezvous_timeout": 0}, UsageError, "above 0")):
+                                ({"tp": 2, "rendezvous_timeout": 0}, UsageError, "above 0")):
         with pytest.raises(kind, match=text):
             LLM("demo", ranks="processes", **options)
     with pytest.raises(UsageError, match="open the model themselves"):
         LLM(MadeCheckpoint(made_config()), tp=2, ranks="processes")
     with pytest.raises(UsageError, match="ranks: found 'many'"):
         LLM("demo", tp=2, ranks="many")
+
+
+def gpus(monkeypatch, count):
+    monkeypatch.setattr("k3cuda.runtime.rank_job.probe_driver", lambda: SimpleNamespace(gpus=(None,) * count))
+    monkeypatch.setattr("k3cuda.runtime.nccl.library", lambda: None)
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "tp: found 4, but 0 GPUs are visible here"), (1, "tp: found 4, but 1 GPU is visible here"), (3, "use a tp of at most 3")])
+def test_more_ranks_than_gpus(count, text, monkeypatch):
+    gpus(monkeypatch, count)
+    with pytest.raises(DeviceError, match=text) as e:
+        Job(None, 4, {}, {}, 1).choose_gpu()
+    assert e.value.code == 5
+
+
+def test_the_gpu_of_a_rank_is_by_its_local_rank(monkeypatch):
+    gpus(monkeypatch, 4)
+    places = [Launch("x", r, 8, r % 4, 4, "h", 1, "t") for r in range(8)]
+    jobs = [Job(place, 8, {}, {}, 1) for place in places]
+    for job in jobs:
+        job.choose_gpu()
+    assert [job.device for job in jobs] == [0, 1, 2, 3] * 2
+    gpus(monkeypatch, 2)
+    with pytest.raises(DeviceError, match="local rank 3 has no GPU"):
+        jobs[3].choose_gpu()
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_MAX_NCHANNELS"):
+        monkeypatch.setenv(name, "")   # put back afterwards
+    monkeypatch.setenv("K3CUDA_SHARE_GPU", "1")   # the test switch
+    jobs[3].choose_gpu()
+    assert jobs[3].device == 0 and os.environ["NCCL_HOSTID"].endswith("3")
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):

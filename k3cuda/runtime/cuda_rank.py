@@ -103,4 +103,4 @@ class CudaRank(CudaBackend):
     def close(self) -> None:
         super().close()
         self._staging.clear()
-        self._comm.close()
+        self._comm.abort()   # the others may be gone already, and a gentle end would wait for them

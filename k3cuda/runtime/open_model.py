@@ -62,7 +62,7 @@ def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_m
     checkpoint = draft = None
     try:
         try:
-            chosen = _choose_backend(decode_backend, activation_dtype, is_job=job is not None)
+            chosen = _choose_backend(decode_backend, activation_dtype, job)
             kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
             activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
             for name, value, most in (("tp", tp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
@@ -88,7 +88,7 @@ def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_m
             raise
         options = {"tp": tp, "max_batch": max_batch + prefix_cache, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype, "loading": loading}
         if job:
-            backend = _in_job(job, checkpoint, options, activation_dtype, drafting)
+            backend = _in_job(job, checkpoint, chosen, options, activation_dtype, drafting)
         else:
             backend = _cuda(checkpoint, options) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype, drafting)
     finally:
@@ -129,7 +129,7 @@ def choice(name: str, value, names: tuple[str, ...]) -> str:
     return found
 
 
-def _choose_backend(decode_backend, activation_dtype, is_job: bool) -> str:
+def _choose_backend(decode_backend, activation_dtype, job: Job | None) -> str:
     """REFERENCE or STANDARD. `auto` is the reference until the CUDA path is the faster one by measurement."""
     name = choice("decode_backend", decode_backend, ("auto", *DECODE_BACKENDS))
     if name == "auto":
@@ -137,14 +137,13 @@ def _choose_backend(decode_backend, activation_dtype, is_job: bool) -> str:
     if name in NOT_BUILT:
         raise DeviceError(f"decode_backend {name!r} is {NOT_BUILT[name]}", f"use {REFERENCE!r} or 'auto', which run on the CPU")
     if name == STANDARD:
-        if is_job:
-            raise UsageError(f"ranks: found processes with decode_backend {name!r}, whose ranks run in one process in this version",
-                             f"leave it out and start one process, or use {REFERENCE!r}")
         if activation_dtype != "f32":
             raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {name!r} has its own precisions", "leave it out")
         from .cuda_driver import require_gpu
 
         require_gpu()
+        if job:
+            job.choose_gpu()
     return name
 
 
@@ -154,14 +153,23 @@ def _reference(checkpoint, options: dict, activation_dtype: str, drafting: Draft
     return NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, **options)
 
 
-def _in_job(job: Job, checkpoint, options: dict, activation_dtype: str, drafting: Drafting | None) -> Backend:
-    from .numpy_backend import NumpyBackend, fitting_length
-
+def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: str, drafting: Drafting | None) -> Backend:
     job.meet()
     options["loading"] = job.share(options["loading"])
-    return job.load(lambda: fitting_length(checkpoint.cfg, options["max_batch"], options["max_model_len"], drafting),
-                    lambda collectives, length: NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, collectives=collectives,
-                                                             **options | {"max_model_len": length}))
+    if chosen == STANDARD:
+        from .cuda_driver import open_device
+        from .cuda_rank import CudaRank
+
+        def on_gpu(*_):
+            open_device(job.device)
+            return CudaRank(checkpoint, job.communicator(), job.device, **{name: value for name, value in options.items() if name != "tp"})
+
+        return job.load(on_gpu)
+    from .numpy_backend import NumpyBackend, fitting_length
+
+    return job.load(lambda collectives, length: NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, collectives=collectives,
+                                                             **options | {"max_model_len": length}),
+                    lambda: fitting_length(checkpoint.cfg, options["max_batch"], options["max_model_len"], drafting))
 
 
 def _cuda(checkpoint, options: dict) -> Backend:

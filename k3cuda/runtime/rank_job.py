@@ -8,14 +8,15 @@ import time
 from typing import Callable, NoReturn
 
 from .. import __version__
-from ..errors import K3Error, UsageError
-from . import wire
+from ..errors import DeviceError, K3Error, UsageError
+from . import nccl, wire
 from .collectives import TcpRanks
 from .launch import Launch, launched
 from .loading import Loading
+from .machine import probe_driver
 from .model_identity import identity
 from .rank_backend import RankedBackend, follow
-from .rank_watch import EXPLAIN_S, Watch
+from .rank_watch import EXPLAIN_S, SILENCE_S, Watch
 from .rank_workers import Workers
 from .rendezvous import Joined, Server
 from .rendezvous_join import Told, join
@@ -24,6 +25,9 @@ from .shared_load import SharedLoading
 log = logging.getLogger("k3cuda")
 
 MAX_TIMEOUT_S = 86_400
+BUILD_S = 120.0                  # on a GPU the first steps of each size may compile kernels, which is no hang
+SHARE_GPU = "K3CUDA_SHARE_GPU"   # test switch: all ranks of this machine use one GPU
+_SECRET_BYTES = 32
 
 
 RANKS = ("auto", "virtual", "processes")
@@ -70,9 +74,23 @@ class Job:
 
     def __init__(self, place: Launch | None, tp: int, facts: dict, arguments: dict, timeout: float):
         self.rank, self.tp, self._place, self._facts, self._arguments, self._timeout = place.rank if place else 0, tp, place, facts, arguments, timeout
+        self.device: int | None = None   # index of this rank's GPU
         self._workers: Workers | None = None
         self._watch: Watch | None = None
         self._joined: Joined | None = None
+
+    def choose_gpu(self) -> None:
+        """Sets `device`, the index of this rank's GPU. Raises DeviceError where there are fewer than ranks, or no NCCL."""
+        if os.environ.get(SHARE_GPU):
+            nccl.share_one_gpu(self.rank)
+            self.device = 0
+        else:
+            visible = len(probe_driver().gpus)
+            if self._place is None and visible < self.tp:   # all of them are to be here
+                raise DeviceError(f"tp: found {self.tp}, but {visible} GPU{'s are' if visible != 1 else ' is'} visible here",
+                                  f"use a tp of at most {visible}, or start ranks on several machines by a launcher")
+            self.device = nccl.device_index(self._place.local_rank if self._place else 0, visible)
+        nccl.library()
 
     def meet(self, error: K3Error | None = None) -> None:
         """Meets the other ranks. A rank that rank 0 knows to have failed ends here with SystemExit, without a word.
@@ -93,7 +111,7 @@ class Job:
         except BaseException:
             self.close()
             raise
-        self._watch = Watch(self._joined, words=self._workers.words if self._workers else lambda rank: "")
+        self._watch = Watch(self._joined, SILENCE_S if self.device is None else BUILD_S, words=self._workers.words if self._workers else lambda rank: "")
 
     def refuse(self, error: K3Error) -> None:
         """Tells the other ranks that this one cannot go on; where it would have started them, they are not."""
@@ -111,9 +129,18 @@ class Job:
         try:
             if place is None:
                 self._workers = Workers(self.tp, {"size": self.tp, "port": server.port, "token": token, "arguments": self._arguments})
-            return server.meet(self.tp, self._facts, lambda: secrets.token_bytes(32), error=error, timeout=self._timeout, look=self._workers.check if self._workers else lambda: None)
+            return server.meet(self.tp, self._facts, self._payload, error=error, timeout=self._timeout,
+                               look=self._workers.check if self._workers else lambda: None)
         finally:
             server.close()
+
+    def _payload(self) -> bytes:
+        """A secret of this meeting, and NCCL's id where there are GPUs."""
+        return secrets.token_bytes(_SECRET_BYTES) + (b"" if self.device is None else nccl.unique_id())
+
+    def communicator(self) -> nccl.Communicator:
+        """Of all ranks, on the GPU that is current. Every rank asks for it at the same time, once."""
+        return nccl.Communicator(self._joined.payload[_SECRET_BYTES:], self.rank, self.tp)
 
     def share(self, loading: Loading) -> Loading:
         """How this rank reads its weights: those of one host, where they are neighbours, read every byte once. After `meet`."""
@@ -122,22 +149,24 @@ class Job:
         ranks = range(here[0], here[-1] + 1)
         if len(here) == 1 or here != list(ranks):
             return loading
-        return SharedLoading(loading.mode, loading.show, self.rank, ranks, self._joined.payload)
+        return SharedLoading(loading.mode, loading.show, self.rank, ranks, self._joined.payload[:_SECRET_BYTES])
 
-    def load(self, fits: Callable[[], int], make: Callable):
+    def load(self, make: Callable, fits: Callable[[], int] | None = None):
         """Builds this rank's backend beside the others. Returns the one for the engine on rank 0; on other ranks it does not return.
 
         Args:
-            fits: the context that this rank has room for; the least of all is taken.
-            make: (collectives, context) -> backend.
+            make: (collectives over TCP, context) -> backend.
+            fits: the context that this rank has room for; the least of all is taken. None: the backend itself finds out, and is told afterwards.
         Raises:
             what any rank raises, with its exit code.
         """
         watch, data = self._watch, self._joined.data
         try:
             with watch.call(is_step=False):
-                length = self._least(fits())
-                own = make(TcpRanks(self.rank, self.tp, data, watch.progress), length)
+                tcp = TcpRanks(self.rank, self.tp, data, watch.progress)
+                own = make(tcp, self._least(fits()) if fits else None)
+                if not fits and (least := self._least(own.max_model_len)) != own.max_model_len:
+                    own.bind_cache(least)
                 if self.rank:
                     wire.send(data[0], {"ready": True})
                 else:

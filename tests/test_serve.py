@@ -167,6 +167,14 @@ def test_metrics_count_what_happened(serving):
     assert steps == len(running.backend.row_counts)
 
 
+def test_a_seed_of_the_server_is_that_of_requests_without_one(serving):
+    texts = []
+    for seed in (5, 5, 6):
+        running = serving(seed=seed)
+        texts.append([running.post("/v1/completions", prompt="ab", max_tokens=8).json()["choices"][0]["text"] for _ in range(2)])
+    assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
+
+
 def test_shared_beginnings_are_told_in_usage_and_metrics(serving):
     running, text = serving(prefix_cache=2, num_slots=4), TOKENIZER.encode("a beginning that many have, of more than a page and less than two " * 3)[:100]
     body = {"model": "demo", "max_tokens": 3, "seed": 1, "extra_body": {"ignore_eos": True}}

@@ -29,8 +29,8 @@ KEPT_ENDS = 2   # that of the last answer, and that of the one before: what /und
 def chat(model, system, reasoning_effort, no_think, show_thinking, no_history, no_progress, prefix_cache, **flags):
     """Talk to a model. Each line is a turn; from a pipe too. End with Ctrl-D.
 
-    Lines that end in a backslash, or stand between triple quotes, are one turn. /help lists commands. The model reads only what is new in a turn. Ctrl-C stops
-    an answer, which stays as far as it came; a second one leaves, and so does one at the prompt.
+    A line that ends in a backslash goes on in the next; triple quotes begin and end a turn of several. /help lists commands. The model
+    reads only what is new in a turn. Ctrl-C stops an answer, which stays as far as it came; a second one leaves, as does one at the prompt.
     """
     from ..runtime.dialogue import Dialogue
     from ..runtime.sampling import DRAWN_SEED_BITS, SamplingParams
@@ -97,6 +97,8 @@ class Talk:
                             reasoning.append(chunk.reasoning)
                             whole = chunk.output
                             view.chunk(chunk)
+                except StopIteration:   # an interrupt came just as the last chunk was handed over
+                    pass
                 except KeyboardInterrupt as e:
                     stopped = e
                 finally:

@@ -22,6 +22,8 @@ MAX_BATCH, PREFIX_CACHE, MOST = 8, 8, 64   # defaults, and what the two may be t
     options.flag("--prefix-cache", type=click.IntRange(min=0), metavar="N",
                  help="Beginnings of texts to keep; each costs what a sequence of --max-batch does; 0: none.  [default: 8]"),
     options.flag("--no-enable-prefix-caching", is_flag=True, hidden=True, aliases=["--disable-radix-cache"]),
+    options.flag("--seed", "-s", type=click.IntRange(0, (1 << 64) - 1), aliases=["--random-seed"],
+                 help="Of requests without one, which then have theirs in order of arrival.  [default: random]"),
     options.flag("--max-queue", type=click.IntRange(min=0), default=512, metavar="N", aliases=["--max-queued-requests"],
                  help="Requests that may wait; more get status 429.  [default: 512]"),
     options.flag("--max-body", type=click.IntRange(min=1), default=32 << 20, metavar="BYTES", help="Longest body.  [default: 33554432, 32 MiB]"),
@@ -29,7 +31,7 @@ MAX_BATCH, PREFIX_CACHE, MOST = 8, 8, 64   # defaults, and what the two may be t
                  help="For requests to end after SIGTERM or Ctrl-C.  [default: 30]"))
 @options.server_engine(MAX_BATCH)
 @options.flags(*flags_of(OF_A_SERVER))
-def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefix_cache, no_enable_prefix_caching, max_queue, max_body,
+def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefix_cache, no_enable_prefix_caching, seed, max_queue, max_body,
           shutdown_grace, no_progress, **engine):
     """Serve a model to OpenAI clients until a signal comes."""
     try:
@@ -49,7 +51,7 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefi
     with server.bind(host, port) as listener:
         with loading(model, not no_progress):
             service = server.open_service(model, engine, names=served_model_name or (model,), effort=effort,
-                                          max_queue=max_queue, limits=Limits(max_body=max_body), api_key=api_key)
+                                          max_queue=max_queue, limits=Limits(max_body=max_body), api_key=api_key, seed=seed)
         address, port = listener.getsockname()[:2]
         address = f"[{address}]" if ":" in address else address
         listener.listen(server.BACKLOG)   # only now: who connects earlier would take a model that loads for one that hangs

@@ -1,6 +1,7 @@
 """The listening socket, uvicorn under it, and a shutdown that lets requests end."""
 import asyncio
 import logging
+import random
 import socket
 
 import uvicorn
@@ -35,13 +36,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def open_service(model, arguments: dict, *, names, effort: str, max_queue: int, limits: Limits = Limits(), api_key: str | None = None) -> Service:
-    """A model on a thread of its own, ready for requests; `arguments` and errors are those of `open_model`."""
+def open_service(model, arguments: dict, *, names, effort: str, max_queue: int, limits: Limits = Limits(), api_key: str | None = None,
+                 seed: int | None = None) -> Service:
+    """A model on a thread of its own, ready for requests; `arguments` and errors are those of `open_model`, `seed` is that of `LLM`."""
     opened = []
 
     def open_engine() -> Engine:
         opened.append(open_model(model, **arguments))
-        return Engine(opened[0].backend, prefix_cache=opened[0].prefix_cache)
+        return Engine(opened[0].backend, seeds=None if seed is None else random.Random(seed), prefix_cache=opened[0].prefix_cache)
 
     metrics = Metrics(names[0])
     worker = Worker(open_engine, max_queue, metrics)

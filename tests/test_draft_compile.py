@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 
 from test_draft_config import PUBLIC, read  # noqa: E402
+from test_jit import ARCHS  # noqa: E402
 
 from k3cuda.draft_plan import build_draft_plan  # noqa: E402
 from k3cuda.draft_stages import DRAFT_STAGES  # noqa: E402
@@ -17,8 +18,10 @@ from k3cuda.draft_weights import BY_NAME  # noqa: E402
 from k3cuda.emit import kernels_of  # noqa: E402
 from k3cuda.packing import DRAFT_PACKED, MAX_PACKED  # noqa: E402
 from k3cuda.runtime.cuda_jit import KERNELS  # noqa: E402
-from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
-from k3cuda.runtime.sampling import STREAM_DRAFT  # noqa: E402
+from k3cuda.runtime.cuda_kernels import compile_accept, compile_bucket  # noqa: E402
+from k3cuda.runtime.accept_records import MOST_DRAFTS  # noqa: E402
+from k3cuda.runtime.drafting import ACCEPTANCES  # noqa: E402
+from k3cuda.runtime.sampling import STREAM_ACCEPT, STREAM_DRAFT, STREAM_SAMPLE  # noqa: E402
 
 UNITS = {"Inferact": "sm_90a", "NeMo": "sm_100a"}
 
@@ -50,5 +53,14 @@ def test_packed_arrays_belong_to_stages():
     assert set(DRAFT_PACKED) <= {s.name for s in DRAFT_STAGES}
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_acceptance_compiles_and_spills_nothing(arch):
+    resources = compile_accept(163840, arch, strict=True).resources()
+    assert set(resources) == {"k_laws", "k_draft_laws", "k_judge"} and not any(r.spills or r.stack for r in resources.values())
+
+
 def test_numbers_typed_in_both_languages_agree():
+    text = (KERNELS / "accept_core.cuh").read_text()
+    assert f"kMostDrafts = {MOST_DRAFTS};" in text and f"kStreamAccept = {STREAM_ACCEPT}, kStreamSample = {STREAM_SAMPLE};" in text
+    assert f"enum AcceptRule {{ {', '.join('kAccept' + name.capitalize() for name in ACCEPTANCES)} }};" in text
     assert f"kStreamDraft = {STREAM_DRAFT};" in (KERNELS / "stages" / "draft_head.cuh").read_text()

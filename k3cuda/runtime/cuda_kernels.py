@@ -44,6 +44,12 @@ def compile_step_io(vocab_size: int, arch: str, **options) -> Compiled:
     return compile_cuda(source, arch, name="the sampler", **options)
 
 
+def compile_accept(vocab_size: int, arch: str, **options) -> Compiled:
+    """The cubin of k_laws, k_draft_laws and k_judge. Needs no GPU. Only for a vocabulary that has a sampler. Options of compile_cuda."""
+    source = f'#include "accept_core.cuh"\nK3_ACCEPT({vocab_size}, {CLUSTER}, {sampler_warps(vocab_size)})\n'
+    return compile_cuda(source, arch, name="the acceptance of drafts", **options)
+
+
 def no_sampler(vocab_size: int) -> str | None:
     """Why no kernel draws from this vocabulary, or None."""
     if vocab_size > MAX_VOCAB or vocab_size % VOCAB_STEP:

@@ -58,4 +58,4 @@ strictly 'k3cuda plan kimi-k3 --tp 16 | head -c 1 >/dev/null; k3cuda compile --a
 health=$(sed -n 's/^    CMD \(\[.*\]\)$/\1/p' Dockerfile | python3 -c 'import json, shlex, sys; print(shlex.join(json.load(sys.stdin)))')
 strictly "k3cuda serve demo & server=\$!; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 3; if $health 2>/dev/null; then break; fi; done
           $health; kill -TERM \$server; code=0; wait \$server || code=\$?; test \$code = 143; echo health and SIGTERM are right"
-du -s --apparent-size --block-size=1000000 "$root" "$root/opt/k3cuda" "$root/opt/k3cuda/cubin"
+for part in "$root" "$root/opt/k3cuda" "$root/opt/k3cuda/cubin"; do du -s --apparent-size --block-size=1000000 "$part"; done   # 10^6 bytes

@@ -4,19 +4,19 @@ from pathlib import Path
 
 import click
 
+from ..bench.plots import KINDS, chart
 from ..errors import UsageError
 from . import options
 from .bench import bench
 from .output import Result
 from .prompts import read_file
 
-_KINDS = ["latency", "acceptance", "roofline"]
 PLOT = options.flag("--plot", metavar="FILE.svg", help="Write a plot of the result there as well.")
 
 
 @bench.command(cls=options.Command)
 @click.argument("results", metavar="RESULT.json...", nargs=-1, required=True)
-@options.flags(options.flag("--kind", type=click.Choice(_KINDS), help="What to plot.  [default: the first that there are numbers for]"), options.OUTPUT)
+@options.flags(options.flag("--kind", type=click.Choice(list(KINDS)), help="What to plot.  [default: the first that there are numbers for]"), options.OUTPUT)
 def plot(results, kind, output):
     """Plot what benchmarks wrote: latency against concurrency, acceptance by position, or the roofline of a step. Several files go into one plot.
 
@@ -28,8 +28,6 @@ def plot(results, kind, output):
 
 
 def _svg(documents, kind) -> str:
-    from ..bench.plots import chart
-
     return chart(documents, kind).svg()
 
 

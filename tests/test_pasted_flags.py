@@ -4,11 +4,11 @@ import pytest
 from command import k3
 
 from k3cuda.cli import main
-from k3cuda.cli.pasted import OF_A_MODEL, OF_A_SERVER
+from k3cuda.cli.pasted import OF_A_BENCHMARK, OF_A_MODEL, OF_A_SERVER
 
 OPENS_A_MODEL = ["generate", "chat", "serve", "eval"]
 VALUES = {"--generation-config": "auto", "--mamba-ssm-cache-dtype": "float32", "--gpu-memory-utilization": "0.9", "--pipeline-parallel-size": "1",
-          "--data-parallel-size": "1", "--speculative-algorithm": "DSPARK", "--speculative-eagle-topk": "1", "--schedule-policy": "fcfs"}
+          "--data-parallel-size": "1", "--speculative-algorithm": "DSPARK", "--speculative-eagle-topk": "1", "--schedule-policy": "fcfs", "--dataset-name": "random"}
 
 
 def words(table):
@@ -31,6 +31,11 @@ def test_commands_that_open_a_model_take_them(name):
         args = ["demo", "demo"] if name == "eval" else ["demo"]
         context = command.make_context(name, [*args, *(w for pair in given for w in pair)], parent=click.Context(main))
         assert not {p.replace("-", "_").strip("_") for p in tables} & context.params.keys()
+
+
+def test_a_benchmark_of_a_server_takes_its_own():
+    context = main.commands["bench"].commands["serve"].make_context("serve", [w for pair in words(OF_A_BENCHMARK) for w in pair], parent=click.Context(main))
+    assert not {name[2:].replace("-", "_") for name in OF_A_BENCHMARK} & context.params.keys()
 
 
 def commands(group=main):

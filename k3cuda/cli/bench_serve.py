@@ -10,6 +10,7 @@ from .bench import Counts, bench
 from .bench_plot import PLOT, Plot
 from .bench_table import end, failures, show
 from .output import Result
+from .pasted import OF_A_BENCHMARK, flags_of
 
 MOST_AT_A_TIME = 1 << 16
 _IN_LEN, _OUT_LEN = ["--random-input-len"], ["--random-output-len"]
@@ -48,9 +49,7 @@ class Rate(click.ParamType):
     options.flag("--text-prompts", is_flag=True, help="Send words instead of token ids to /v1/completions, which not every server takes."),
     options.flag("--temperature", "-t", type=float, aliases=["--temp"], help="[default: the server's]"),
     options.flag("--seed", "-s", type=click.IntRange(min=0), default=0, help="Of prompts and arrivals.  [default: 0]"),
-    *bench_target.ASKING, *bench_target.COUNTING, PLOT, (options.OUTPUT[0], options.OUTPUT[1] | {"aliases": ["--result-filename"]}),
-    options.flag("--dataset-name", type=click.Choice(["random"]), hidden=True, expose_value=False),
-    *bench_target.ignored(bench_target.NOT_NEEDED), options.flag("--disable-tqdm", is_flag=True, hidden=True, expose_value=False))
+    *bench_target.ASKING, *bench_target.COUNTING, PLOT, (options.OUTPUT[0], options.OUTPUT[1] | {"aliases": ["--result-filename"]}), *flags_of(OF_A_BENCHMARK))
 def serve(model, base_url, host, port, num_prompts, num_warmups, request_rate, burstiness, max_concurrency, input_len, output_len, ignore_eos, text_prompts,
           temperature, seed, endpoint, api_key, extra_body, timeout, stall_timeout, metric_percentiles, save_detailed, allow_failures, plot, output):
     """Time requests to an OpenAI-style server that runs, as its clients see them.

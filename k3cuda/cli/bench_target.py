@@ -40,17 +40,6 @@ COUNTING = (
     options.flag("--metric-percentiles", default="50,90,99", metavar="LIST", help="Percentiles to print.  [default: 50,90,99]"),
     options.flag("--save-detailed", is_flag=True, help="Put times of every request into the result."),
     options.flag("--allow-failures", type=click.IntRange(min=0), default=0, metavar="N", help="Failed requests that are no reason for code 8.  [default: 0]"))
-# What people paste from `vllm bench serve`. Where a flag takes a value it is not looked at.
-NOT_NEEDED = {
-    "--backend": ("what is asked is the --endpoint", {}), "--endpoint-type": ("what is asked is the --endpoint", {}),
-    "--tokenizer": ("tokens are counted by the server", {}), "--trust-remote-code": ("no code of a checkpoint is ever run", {"is_flag": True}),
-    "--percentile-metrics": ("all of them are printed", {}), "--save-result": ("the result is on stdout, or in --output", {"is_flag": True}),
-}
-
-
-def ignored(names):
-    return tuple(options.flag(name, cls=options.NotNeeded, why=NOT_NEEDED[name][0], **NOT_NEEDED[name][1]) for name in names)
-
 
 def percentile_list(text: str) -> tuple:
     """UsageError for what is no list of percentiles."""

@@ -72,6 +72,16 @@ OF_A_SERVER = {
     "--disable-log-stats": ("counts are at /metrics only", _FLAG),
     "--skip-server-warmup": ("nothing is warmed up", _FLAG),
 }
+# Of `vllm bench serve`.
+OF_A_BENCHMARK = {
+    "--backend": ("what is asked is the --endpoint", {"aliases": ["--endpoint-type"]}),
+    "--dataset-name": ("prompts are drawn at random", _one_of("random")),
+    "--tokenizer": ("tokens are counted by the server", {}),
+    "--trust-remote-code": ("no code of a checkpoint is ever run", _FLAG),
+    "--percentile-metrics": ("all of them are printed", {}),
+    "--save-result": ("the result is on stdout, or in --output", _FLAG),
+    "--disable-tqdm": ("there is no bar", _FLAG),
+}
 
 
 def flags_of(table: dict) -> tuple:

@@ -66,9 +66,13 @@ class Rows:
         return tuple(np.stack(x) for x in zip(*rows))
 
     def long(self, dice: Dice, count: int, length: int):
-        """[count, length]: texts with codes in them, and questions about several, the first at the end of the text itself."""
+        """[count, length]: texts with codes in them, and questions about several, the first at the end of the text itself. A quarter of
+        the rows copies long lists instead: a token to be found again at every place is how finding is learned soonest."""
         rows = []
         for _ in range(count):
+            if dice.below(4) == 0:
+                rows.append(self.row(self._copies(dice, length), length))
+                continue
             asked = dice.between(1, max(1, min(12, length // 48)))
             tokens = length - 44 * asked
             facts = dice.between(max(2, asked), max(2, asked, min(40, tokens // 16)))
@@ -80,6 +84,15 @@ class Rows:
             turns = [("Read:" + text + question(first[0]), first[1]), *((question(name).strip(), code) for name, code in rest)]
             rows.append(self.row(turns, length))
         return tuple(np.stack(x) for x in zip(*rows))
+
+    def _copies(self, dice: Dice, length: int):
+        turns, left, around = [], length, 32
+        while left > around + 2:
+            words = min(100, (left - around) // 2)
+            problem = TASKS["copying"].draw(dice, words)
+            turns.append((problem.prompt, problem.answer))
+            left -= around + 2 * words
+        return turns
 
     def held_out(self, task: str, count: int):
         """[count, length] ids and kinds of the first items of a held-out set, of the largest size where sizes are given."""

@@ -17,6 +17,7 @@ WARM, COOL = 0.03, 0.4   # parts of the steps in which the rate rises, and falls
 BIAS_RATE = 2e-3
 AGAIN = 0.57          # of the steps: where their number is chosen again, from what a step takes by then; rows are long from 0.5 on
 SLACK = 1.04          # looks at the held-out sets and saved states beside the steps
+ENOUGH = 0.9          # of the steps: a model that was stopped behind it is as good as done, its rate is a quarter and less
 EVAL_EVERY = 0.05     # part of the steps between two looks at the held-out sets
 
 
@@ -111,7 +112,7 @@ class Trainer:
         return time.monotonic()
 
     def run(self, until: float) -> bool:
-        """Trains to the schedule's end, or to the time `until` (of time.monotonic): then False, and the state is kept."""
+        """Trains to the schedule's end, or to the time `until` (of time.monotonic), and keeps the state; False where much is left to do."""
         every, began, saved = max(1, round(EVAL_EVERY * self.schedule.count)), time.monotonic(), time.monotonic()
         again, recent = round(AGAIN * self.schedule.count), (self.step, began)
         for batches in steps(str(self.folder), self.options, self.seed, self._wanted(), self.workers):
@@ -134,7 +135,7 @@ class Trainer:
                 break
             if time.monotonic() > until:
                 self.save()
-                return False
+                return self.step >= ENOUGH * self.schedule.count
             if time.monotonic() - saved > 120:
                 self.save()
                 saved = time.monotonic()

@@ -13,6 +13,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from command import ENVIRONMENT, ROOT, k3, k3_json
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from damage import SMALL, edit_json, fail_reads_after, key, shard
 from k3cuda import LLM, SamplingParams
@@ -38,6 +40,9 @@ from models import backend, feed, open_slot
 
 CFG = made_config()   # divides over 1 to 16 ranks
 # SHA-256 over all rank files of the position-coded model for two ranks. A byte that moves needs a new LAYOUT_VERSION, then a new line here.
+GOOD = {"tp": 2, "source": "m", "source_files": {}, "files": {}, "complete": True, "layout_version": LAYOUT_VERSION, "k3cuda_version": "0"}
+JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-3, 20), st.integers(), st.text(max_size=5)),
+                    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)), max_leaves=6)
 LAYOUT_DIGEST = {1: "ad61b9c817455b44984aa3ca84bdd011a19e13748bbf13c77217097fa1644a5a"}
 
 
@@ -191,6 +196,31 @@ def test_manifests_that_are_none(pristine, tmp_path, content, words):
     (folder / MANIFEST).write_text(content)
     finding, = check(folder).findings
     assert finding.file == str(folder / MANIFEST) and words in finding.found and finding.code == 3
+
+
+@given(st.one_of(st.binary(max_size=200), st.builds(lambda changes, drop: json.dumps({k: v for k, v in (GOOD | changes).items() if k not in drop}).encode(),
+       st.dictionaries(st.sampled_from(sorted(GOOD)), JSON, max_size=2), st.sets(st.sampled_from(sorted(GOOD)), max_size=1))))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_manifest_ends_in_findings(small, content):
+    before = (small / MANIFEST).read_bytes()
+    try:
+        (small / MANIFEST).write_bytes(content)
+        report = check(small)
+        assert {f.code for f in report.findings} <= {3}
+        if report.ok:
+            assert json.loads(content)["tp"] == 2 and report.open().tp == 2
+    finally:
+        (small / MANIFEST).write_bytes(before)
+
+
+def test_a_manifest_that_is_no_file(whole):
+    (whole / MANIFEST).unlink()
+    os.mkfifo(whole / MANIFEST)
+    assert "no regular file" in check(whole).findings[0].found
+    (whole / MANIFEST).unlink()
+    with open(whole / MANIFEST, "wb") as f:
+        f.truncate(100_000_000)
+    assert check(whole).findings[0].found == "100,000,000 bytes"
 
 
 # ---- damage ----

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from .. import __version__
 from .atomic_file import atomic_file
+from .downloads import no_text
 from .findings import Finding, shown
 from .rank_files import LAYOUT_VERSION
 from .shards import inside
 
 MANIFEST = "repack.json"
+MAX_BYTES = 64_000_000   # of the manifest; that of the release for 16 ranks has 0.3 million
 UNFINISHED = ".unfinished"   # behind the name of the folder until everything is in it
 
 
@@ -51,7 +53,11 @@ def read_manifest(folder: Path) -> tuple[Manifest | None, list[Finding]]:
     """The manifest, and what is wrong with it; None where it says nothing that can be used."""
     path = folder / MANIFEST
     wanted, again = "the manifest of a repacked model", f"repack the checkpoint into another folder: {repack_command('MODEL', 'N', 'DIR')}"
+    if kind := no_text(path):
+        return None, [Finding(str(path), kind[0], wanted, again)]
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            return None, [Finding(str(path), f"{size:,} bytes", f"at most {MAX_BYTES:,}", again)]
         top = json.loads(path.read_bytes())
     except OSError as e:
         return None, [Finding(str(path), f"an error on reading ({e.strerror or e})", wanted, "check permissions and disk")]
@@ -77,4 +83,4 @@ def _is_sound(top: dict) -> bool:
 
 
 def _is_entry(name: str, entry) -> bool:
-    return inside(name) and isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str | None)
+    return inside(name) and isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256", 0), str | None)

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from k3cuda.cli.model_argument import config_of
 from k3cuda.config import RELEASED
 from k3cuda.errors import K3Error
 from k3cuda.packing import FOLDED, PACKED
@@ -24,6 +25,7 @@ from k3cuda.plan import build_plan
 from k3cuda.runtime.atomic_file import atomic_file
 from k3cuda.runtime.block_reader import DIRECT, FileReader, choose_mode
 from k3cuda.runtime.checkpoint import Checkpoint
+from k3cuda.runtime.cuda_driver import require_gpu
 from k3cuda.runtime.cuda_weights import plan_bytes
 from k3cuda.runtime.device_load import load_weights
 from k3cuda.runtime.findings import error_of
@@ -186,14 +188,12 @@ def run(cfg, folder: Path, tp: int, rank: int, device, mode: str, written: int, 
 @click.option("--written", type=int, default=16 << 30, show_default=True, help="Bytes that are really written to measure the disk.")
 @click.option("--output", type=click.Path(path_type=Path), help="File for the result.  [default: stdout]")
 def main(config, layers, folder, tp, rank, load_mode, written, output):
-    import cupy
-
-    from k3cuda.cli.options import config_of
-    from k3cuda.runtime.cuda_driver import open_device
-    from k3cuda.runtime.cuda_load import CudaLoadDevice
-
     try:
-        gpu = open_device()
+        gpu = require_gpu()
+        import cupy
+
+        from k3cuda.runtime.cuda_load import CudaLoadDevice
+
         with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as own, CudaLoadDevice(gpu, BLOCK_BYTES) as device:
             found = run(config_of(config, layers), folder or Path(own), tp, rank, device, load_mode, written,
                         lambda: -cupy.cuda.runtime.memGetInfo()[0])

@@ -1,10 +1,12 @@
 """scripts/load_rank.py on a small stand-in with the device's kernels under g++: all that it does on a GPU but for the GPU."""
 import importlib.util
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from command import ROOT
+from command import ENVIRONMENT, ROOT
 from shim import host
 from shim.device import HostDevice, build
 
@@ -13,6 +15,7 @@ from k3cuda.plan import build_plan
 from k3cuda.runtime.checkpoint import Checkpoint
 from k3cuda.runtime.device_load import load_weights
 from k3cuda.runtime.loading import Loading
+from k3cuda.runtime.machine import probe_driver
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.standin import samples, write_standin
 from k3cuda.weights import model_bytes
@@ -56,6 +59,12 @@ def test_what_is_wrong_is_seen(library, tmp_path, stage, layer):
         array ^= 64
     _, wrong = load_rank.sampled_wrong(held, CFG, 4, 2)
     assert wrong and all(f"layer {layer}" in name for name in wrong)
+
+
+@pytest.mark.skipif(bool(probe_driver().gpus), reason="would load the release")
+def test_without_a_gpu_it_says_so(tmp_path):
+    done = subprocess.run([sys.executable, ROOT / "scripts/load_rank.py", "--folder", tmp_path], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Error: " in done.stderr and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_damage_ends_it(library, tmp_path):

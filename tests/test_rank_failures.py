@@ -68,7 +68,8 @@ def test_what_goes_wrong_on_another_rank(kind, troubled):
     (_, other), results = troubled[kind]
     first_code, other_code, text = TROUBLE[kind]
     assert [code for code, _, _ in results] == [first_code, other_code], results
-    assert text.split("{host}")[0] in results[0][1].decode() and text.split("{host}")[-1] in results[0][1].decode()
+    said = results[0][1].decode() + results[0][2]   # in the log where its main thread was busy for 3 s more
+    assert text.split("{host}")[0] in said and text.split("{host}")[-1] in said
     assert "Traceback" not in results[0][2] + results[1][2]
 
 
@@ -91,6 +92,17 @@ def test_a_worker_in_trouble(what, code, text):
     (found, _, words), = ends(process)
     assert found == code and "rank 1 (" in words and text in words, words
     assert time.monotonic() - begin < IN_TIME and all_gone(process.mark, 1)
+
+
+def test_a_server_ends_with_its_ranks():
+    """It waits for requests, not for a rank: nothing but the watch can tell it."""
+    process = start([*COMMAND, "serve", "demo", "--tp", "2", "--ranks", "processes", "--port", "0", "--max-model-len", "256"])
+    assert b"is served at" in process.stderr.readline()
+    other, = (pid for pid in running(process.mark) if pid != process.pid)
+    begin = time.monotonic()
+    os.kill(other, signal.SIGKILL)
+    (code, _, words), = ends(process)
+    assert code == 9 and "ended by SIGKILL" in words and time.monotonic() - begin < IN_TIME and all_gone(process.mark, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda n: n.name)

@@ -8,6 +8,8 @@ from command import ROOT, k3, k3_json
 from scripted import fake  # noqa: F401
 
 from k3cuda import SamplingParams
+from k3cuda.cli.bench_table import end, failures
+from k3cuda.errors import BenchmarkError
 from k3cuda.runtime.request import Speculative
 from k3cuda.runtime.request_times import Times, decoding, measure, percentiles, summary
 
@@ -89,6 +91,15 @@ def test_failed_requests_are_told_apart(fake):  # noqa: F811
     llm = fake(bad=lambda tokens: tokens[0] == 2 and len(tokens) > 6)
     found, _ = measure(llm, np.array([[1] * 5, [2] * 5]), [SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)] * 2, steps_of(llm))
     assert found[0].error is None and found[0].tokens == 4 and "finite" in found[1].error
+
+
+def test_failures_make_code_8_unless_they_are_allowed():
+    times = [Times(1, 0.0, error=error) for error in ("no room", None, "lost", "no room")]
+    assert failures(times) == [{"reason": "no room", "requests": 2}, {"reason": "lost", "requests": 1}]
+    end(times, 3)
+    with pytest.raises(BenchmarkError, match="3 of 4 requests failed, the first one: no room") as e:
+        end(times, 2)
+    assert e.value.code == 8
 
 
 @pytest.mark.parametrize("command, requests", [("latency", 4), ("throughput", 4)])

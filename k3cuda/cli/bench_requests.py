@@ -8,7 +8,7 @@ from . import options
 from .answers import open_llm, work_for_rank_0
 from .bench import bench
 from .bench_plot import PLOT, Plot
-from .bench_table import end, show
+from .bench_table import ALLOW, end, show
 from .output import Result, say
 
 BATCH, SEED = 8, 0
@@ -17,7 +17,7 @@ _LENGTHS = (
     options.flag("--input-len", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Tokens of every prompt, drawn at random."),
     options.flag("--output-len", type=click.IntRange(min=1), default=128, show_default=True, metavar="N", help="Tokens of every answer."),
     options.flag("--temperature", "-t", type=float, aliases=["--temp"], help="0 is exact argmax.  [default: the checkpoint's, else 1]"),
-    options.flag("--seed", "-s", type=int, default=SEED, help="Of prompts and answers.  [default: 0]"), PLOT, options.OUTPUT)
+    options.flag("--seed", "-s", type=int, default=SEED, help="Of prompts and answers.  [default: 0]"), PLOT, ALLOW, options.OUTPUT)
 _BATCH = options.flag("--batch-size", type=click.IntRange(min=1), default=BATCH, show_default=True, metavar="N",
                       aliases=next(attributes["aliases"] for names, attributes in options.ENGINE if "--max-batch" in names), help="Requests at a time.")
 
@@ -81,7 +81,7 @@ def throughput(num_prompts, max_batch, **flags):
     _run(all_at_once, document, times, {"max_batch": max_batch}, max_batch=max_batch, **flags)
 
 
-def _run(benchmark, document, times, what: dict, *, model, input_len, output_len, temperature, seed, plot, output, no_progress, **flags) -> None:
+def _run(benchmark, document, times, what: dict, *, model, input_len, output_len, temperature, seed, plot, allow_failures, output, no_progress, **flags) -> None:
     """Calls `benchmark(run)`, where run(n) measures n requests with new prompts, and prints what `document` says then."""
     import numpy as np
 
@@ -110,4 +110,4 @@ def _run(benchmark, document, times, what: dict, *, model, input_len, output_len
     result.document(found, 1)
     result.close()
     plot.write(model, found)
-    end(times)
+    end(times, allow_failures)

@@ -2,9 +2,13 @@
 import re
 from collections import Counter
 
+import click
+
 from ..errors import BenchmarkError
+from . import options
 from .output import say
 
+ALLOW = options.flag("--allow-failures", type=click.IntRange(min=0), default=0, metavar="N", help="Failed requests that are no reason for code 8.  [default: 0]")
 _ROWS = (("tpot_ms", "TPOT", "ms"), ("ttft_ms", "TTFT", "ms"), ("itl_ms", "ITL", "ms"), ("e2el_ms", "E2EL", "ms"),
          ("interactivity", "interactivity", "tok/s"), ("e2e_normalized_interactivity", "E2E-normalized", "tok/s"))
 

@@ -5,6 +5,7 @@ import click
 
 from ..errors import UsageError
 from . import options
+from .bench_table import ALLOW
 from .output import say
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -38,8 +39,7 @@ ASKING = (
                  help="So has one of which nothing arrives for so long.  [default: 600]"))
 COUNTING = (
     options.flag("--metric-percentiles", default="50,90,99", metavar="LIST", help="Percentiles to print.  [default: 50,90,99]"),
-    options.flag("--save-detailed", is_flag=True, help="Put times of every request into the result."),
-    options.flag("--allow-failures", type=click.IntRange(min=0), default=0, metavar="N", help="Failed requests that are no reason for code 8.  [default: 0]"))
+    options.flag("--save-detailed", is_flag=True, help="Put times of every request into the result."), ALLOW)
 
 def percentile_list(text: str) -> tuple:
     """UsageError for what is no list of percentiles."""

@@ -46,7 +46,7 @@ def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
     if pid == 0:
         hears_interrupts()
         os.execve(sys.executable, [*COMMAND, *map(str, args)], ENVIRONMENT | {"TERM": "xterm"} | (env or {}))
-    out, seen, typed, deadline = b"", 0, list(typed), time.monotonic() + 60
+    out, seen, typed, deadline = b"", 0, list(typed), time.monotonic() + 120
     while time.monotonic() < deadline:
         if typed and typed[0][0] in out[seen:]:
             seen = len(out)

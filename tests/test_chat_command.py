@@ -191,10 +191,11 @@ def test_second_interrupt_leaves():
     arm_signals()
     try:
         with first_interrupt_asks() as interrupt:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)   # in this thread: another one would tell it later
+            time.sleep(0)
             assert interrupt.asked
             with pytest.raises(KeyboardInterrupt):   # where a step takes long
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
                 time.sleep(5)
     finally:
         disarm_signals()

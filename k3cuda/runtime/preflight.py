@@ -14,7 +14,7 @@ from .draft_checkpoint import DraftCheckpoint, DraftSurvey, DraftTensors
 from .findings import Finding, error_of
 from .gpu_room import gpu_findings, gpu_table
 from .machine import host
-from .repack_manifest import is_repacked
+from .repack_manifest import UNFINISHED, is_repacked
 from .repacked import RepackedSurvey
 from .tensor_source import TensorSource
 from .tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
@@ -103,6 +103,8 @@ def check_gpu(report: Report, gpu, tp: int) -> None:
 
 
 def _check_files(report: Report, path, tp: int | None) -> tuple[K3Config | None, Path]:
+    if not os.path.lexists(path) and is_repacked(unfinished := f"{os.fspath(path)}{UNFINISHED}"):
+        path = unfinished   # whose own words say how it is finished
     survey = report.survey = RepackedSurvey(path, tp) if is_repacked(path) else Survey(path)
     shards = survey.shards
     report.findings += survey.findings

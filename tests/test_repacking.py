@@ -345,11 +345,17 @@ def test_a_run_that_was_killed_goes_on(pristine, small, tmp_path, points):
     assert sorted(os.listdir(out)) == sorted(os.listdir(small))
 
 
-def test_the_last_kill_leaves_only_a_name_to_give(pristine, small, tmp_path):
-    count = 0
-    while subprocess.run([sys.executable, "-c", KILLED, pristine, "2", tmp_path / "r", str(40 + count)], env=ENVIRONMENT).returncode:
-        count += 1
-    assert files(tmp_path / "r") == files(small)
+def test_killed_before_the_folder_got_its_name(pristine, small, tmp_path, monkeypatch):
+    renamed, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: renamed.append(names) or replace(*names))
+    repack(pristine, 2, tmp_path / "counted")
+    assert renamed[-1] == (tmp_path / f"counted{UNFINISHED}", tmp_path / "counted")
+    monkeypatch.undo()
+    out, unfinished = tmp_path / "r", tmp_path / f"r{UNFINISHED}"
+    done = subprocess.run([sys.executable, "-c", KILLED, pristine, "2", out, str(len(renamed) - 1)], env=ENVIRONMENT)
+    assert done.returncode == -9 and not out.exists() and json.loads((unfinished / MANIFEST).read_text())["complete"]
+    repack(pristine, 2, out)
+    assert files(out) == files(small) and not unfinished.exists()
 
 
 def test_a_full_disk(pristine, small, tmp_path):

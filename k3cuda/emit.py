@@ -14,8 +14,10 @@ from math import prod
 from . import packing
 from .buffers import DTYPE_BYTES, Buffer, buffer_bytes, buffer_shape
 from .config import DECODE_ROWS, MAX_ROWS
+from .draft_config import MLA
 from .draft_plan import DraftPlan
 from .emit_sizes import H200_SMS, MAX_SHARED, sizes
+from .errors import ConfigError
 from .plan import Plan
 from .stages import GATHER, SCATTER, STACK, STAGES, Move, Stage
 from .tables import Tables, tables_of
@@ -68,6 +70,8 @@ def build_files(plan: Plan | DraftPlan, rows: int, kv_cache_dtype: str, *, sms: 
     """
     if isinstance(plan, DraftPlan) and not (ride and kv_cache_dtype == "bf16"):
         raise ValueError("a draft's collectives ride, and its cache is bf16")
+    if isinstance(plan, DraftPlan) and plan.cfg.family == MLA and any(plan.cfg.windows):
+        raise ConfigError("layer_types: found sliding_attention in a draft with MLA attention, whose kernels see the whole context", "use the reference backend")
     tables = tables_of(plan)
     return {"config.cuh": sizes(plan, rows, kv_cache_dtype, sms, probes.forced_experts), "buffers.cuh": _buffers(plan, tables, rows, kv_cache_dtype, ride),
             "kernels.cu": _kernels(plan, tables, rows, ride, sms, probes)}

@@ -83,7 +83,7 @@ DRAFT_PACKED: dict[str, tuple[Packed, ...]] = {
     "draft_pick": (_MARKOV_ROWS,),
 }
 # Stages of more than one kernel, in order: what passes between them is theirs alone.
-KERNELS = {"mla_attend": ("mla_attend", "mla_combine"), "draft_mla_attend": ("draft_mla_attend", "draft_mla_combine"), "fuse_normed": ("fuse_norm", "fuse_normed")}
+KERNELS = {"mla_attend": ("mla_attend", "mla_combine"), "draft_mla_attend": ("draft_mla_attend", "draft_mla_combine"), "fuse_normed": ("fuse_norm", "fuse_normed"), "gqa_attend": ("gqa_attend", "gqa_combine")}
 # The same in a step of more than DECODE_ROWS rows, where other kernels run it.
 WIDE_KERNELS = {"kda_mix": ("kda_gates", "kda_scan", "kda_norm"), "route": ("choose", "route_list", "shared_down"),
                 "moe_down": ("expert_items", "expert_sum")}

@@ -5,6 +5,7 @@ from . import packing
 from .buffers import BUFFERS, DTYPE_BYTES, Buffer, step_dims
 from .config import DECODE_ROWS, MAX_ROWS
 from .draft_buffers import DRAFT_BUFFERS, draft_dims
+from .draft_config import GQA
 from .draft_plan import DraftPlan
 from .draft_stages import DRAFT_STAGES
 from .draft_weights import BY_NAME as DRAFT_WEIGHT
@@ -20,6 +21,7 @@ def _session(buffers) -> tuple[str, ...]:
 
 
 SESSION = _session(BUFFERS)   # of the target
+GQA_CLASSES = 32   # of pages, that blocks of a draft's grouped-query attention take (stages/draft_gqa.cuh)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,9 @@ def _draft(plan: DraftPlan, machine: dict[str, int]) -> Tables:
     taps = DECODE_ROWS * dims["taps_dim"] * DTYPE_BYTES["bf16"]
     work = {"product_work": ("u8", 0)} | {"taps_normed": ("bf16", taps if plan.cfg.fc_norm else 0)} | ({"mla_info": ("u8", 16 * DECODE_ROWS), "mla_next": ("int", 4)} if "mla_cache" in plan.buffers else {})
     session = tuple(n for n in (*_session(plan.buffers.values()), "taps") if n in plan.buffers)
+    if plan.cfg.family == GQA:
+        of_classes = dims["rows"] * plan.cfg.num_attention_heads // plan.tp * GQA_CLASSES * DTYPE_BYTES["f32"]
+        work |= {"gqa_top_sum": ("float", 2 * of_classes), "gqa_mean": ("float", plan.cfg.head_dim * of_classes)}
     absent = tuple(b for b in DRAFT_BUFFERS if b.name not in plan.buffers)
     return Tables(plan.buffers, session, DRAFT_WEIGHT, packed, DRAFT_STAGES, plan.context + plan.ops, dims, work, absent, ("page_table", "taps"))
 

@@ -15,15 +15,17 @@ from test_jit import ARCHS  # noqa: E402
 from k3cuda.draft_plan import build_draft_plan  # noqa: E402
 from k3cuda.draft_stages import DRAFT_STAGES  # noqa: E402
 from k3cuda.draft_weights import BY_NAME  # noqa: E402
-from k3cuda.emit import kernels_of  # noqa: E402
+from k3cuda.emit import build_files, kernels_of  # noqa: E402
+from k3cuda.errors import ConfigError  # noqa: E402
 from k3cuda.packing import DRAFT_PACKED, MAX_PACKED  # noqa: E402
 from k3cuda.runtime.cuda_jit import KERNELS  # noqa: E402
 from k3cuda.runtime.cuda_kernels import compile_accept, compile_bucket  # noqa: E402
 from k3cuda.runtime.accept_records import MOST_DRAFTS  # noqa: E402
 from k3cuda.runtime.drafting import ACCEPTANCES  # noqa: E402
 from k3cuda.runtime.sampling import STREAM_ACCEPT, STREAM_DRAFT, STREAM_SAMPLE  # noqa: E402
+from k3cuda.tables import GQA_CLASSES  # noqa: E402
 
-UNITS = {"Inferact": "sm_90a", "NeMo": "sm_100a"}
+UNITS = {"Inferact": "sm_90a", "NeMo": "sm_100a", "RedHat": "sm_103a"}
 
 
 @functools.cache
@@ -40,6 +42,12 @@ def test_every_kernel_compiles_and_spills_nothing(name):
     plan, resources = build_draft_plan(read(PUBLIC[name]), 16), compiled()[name].resources()
     assert set(resources) == {f"k_{k}" for op in plan.context + plan.ops for k in kernels_of(op.stage, plan, 8)}
     assert not {kernel for kernel, r in resources.items() if r.spills or r.stack}
+
+
+def test_latent_attention_with_windows_is_refused():
+    windows = {"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048}
+    with pytest.raises(ConfigError, match="sliding_attention in a draft with MLA attention"):
+        build_files(build_draft_plan(read(PUBLIC["Inferact"], **windows), 16), 8, "bf16")
 
 
 @pytest.mark.parametrize("stage", DRAFT_STAGES, ids=lambda s: s.name)
@@ -60,6 +68,7 @@ def test_acceptance_compiles_and_spills_nothing(arch):
 
 
 def test_numbers_typed_in_both_languages_agree():
+    assert f"kClasses = {GQA_CLASSES};" in (KERNELS / "stages" / "draft_gqa.cuh").read_text()
     text = (KERNELS / "accept_core.cuh").read_text()
     assert f"kMostDrafts = {MOST_DRAFTS};" in text and f"kStreamAccept = {STREAM_ACCEPT}, kStreamSample = {STREAM_SAMPLE};" in text
     assert f"enum AcceptRule {{ {', '.join('kAccept' + name.capitalize() for name in ACCEPTANCES)} }};" in text

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 
 from host_step import SLOTS, Kernels, Memory  # noqa: E402
 
+from k3cuda.config import PAGE_SIZE  # noqa: E402
 from k3cuda.draft_plan import build_draft_plan  # noqa: E402
 from k3cuda.draft_weights import BY_NAME as WEIGHT  # noqa: E402
 from k3cuda.reference.numerics import Numerics  # noqa: E402
@@ -24,7 +25,7 @@ from k3cuda.runtime.row_check import PADDING  # noqa: E402
 from k3cuda.stages import GATHER  # noqa: E402
 
 PAGES = 2          # of a slot
-SPARE = 3          # rows of padding behind those of a step, at least
+CONTEXT = 58       # positions before those whose rows the kernels make: blocks lie on both sides of a page's end
 # Relative errors as norms: sums in another order; one rounding to BF16; where also attention's weights, or the normed taps, are rounded inside.
 LIMIT = {"f32": 3e-6, "bf16": 2**-8}
 INSIDE = {"draft_mla_attend": 2**-7, "gqa_attend": 2**-7, "fuse_normed": 2**-8}
@@ -54,6 +55,15 @@ class Twin:
     def buffer(self, rank, name):
         b, raw = self.memories[rank].tables.buffers[name], self.memories[rank].buffer(name)
         return raw.view(ml_dtypes.bfloat16) if b.dtype == "bf16" else raw
+
+    def fill(self, slot, n):
+        """Random context rows at the first `n` positions of a slot."""
+        pages = self.reference.program.arenas[0]["page_table"][slot]
+        for arena in self.reference.program.arenas:
+            name, = (n for n in arena if n.endswith("_cache"))
+            at, rng = np.arange(n), np.random.default_rng(slot)   # the same on every rank where it is not cut
+            cache = arena[name]
+            cache[:, pages[at // PAGE_SIZE], at % PAGE_SIZE] = rng.standard_normal((len(cache), n, *cache.shape[3:])).astype(ml_dtypes.bfloat16)
 
     def commit(self, slot, first, n, accepted, seed=0):
         """Context rows by both; every operation of the reference is checked."""
@@ -161,6 +171,8 @@ CASES = {
     "mla": ("mla", {}, {}), "two sequences": ("mla", {}, {"seqs": 2, "num_drafts": 3}),
     "causal": ("mla", {"num_attention_heads": 6, "is_causal": True, "fc_norm": True, "confidence_head_with_markov": False}, {"num_drafts": 2, "block_rows": 5}),
     "gated": ("mla", GATED, {}), "ranks": ("mla", {}, {"tp": 2}),
+    "gqa": ("gqa", {"fc_norm": False}, {}), "gqa ranks": ("gqa", {}, {"tp": 2, "seqs": 2, "num_drafts": 3, "block_rows": 3}),
+    "gqa windows": ("gqa", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}, {"seqs": 2, "num_drafts": 3}),
 }
 
 
@@ -170,8 +182,9 @@ def test_every_operation_of_a_draft(tmp_path, case):
     source = made(family, changes)
     twin, seqs = Twin(source, tmp_path, **options), options.get("seqs", 1)
     for slot in range(seqs):
-        twin.commit(slot, 0, 8, 8, slot)
-        twin.commit(slot, 8, 5, 3 + slot, slot + 7)
-    asks = [ask(slot, 5 + slot, 11 + slot, seed=slot + (9 << 32), temperature=0.7 * (slot + len(case)) % 2) for slot in range(seqs)]
+        twin.fill(slot, CONTEXT - slot)
+        twin.commit(slot, CONTEXT - slot, 8, 8, slot)
+        twin.commit(slot, CONTEXT - slot + 8, 5, 3 + slot, slot + 7)
+    asks = [ask(slot, 5 + slot, CONTEXT + 11, seed=slot + (9 << 32), temperature=0.7 * (slot + len(case)) % 2) for slot in range(seqs)]
     found = twin.propose(asks)
     assert len(found) == seqs and set(twin.checked) == {op.stage.name for op in twin.plan.context + twin.plan.ops if not op.stage.moves}

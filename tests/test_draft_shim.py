@@ -18,6 +18,7 @@ from k3cuda.config import PAGE_SIZE  # noqa: E402
 from k3cuda.draft_plan import build_draft_plan  # noqa: E402
 from k3cuda.draft_weights import BY_NAME as WEIGHT  # noqa: E402
 from k3cuda.reference.numerics import Numerics  # noqa: E402
+from k3cuda.reference.sample import draft_token  # noqa: E402
 from k3cuda.runtime.backend import StepRows  # noqa: E402
 from k3cuda.runtime.numpy_draft import NumpyDraft  # noqa: E402
 from k3cuda.runtime.numpy_program import _rows_view as live  # noqa: E402
@@ -188,3 +189,64 @@ def test_every_operation_of_a_draft(tmp_path, case):
     asks = [ask(slot, 5 + slot, CONTEXT + 11, seed=slot + (9 << 32), temperature=0.7 * (slot + len(case)) % 2) for slot in range(seqs)]
     found = twin.propose(asks)
     assert len(found) == seqs and set(twin.checked) == {op.stage.name for op in twin.plan.context + twin.plan.ops if not op.stage.moves}
+
+
+class Chain(Twin):
+    """The kernels alone, operation behind operation in one arena: nothing comes from the reference but what a host writes."""
+
+    def _check(self, op, counts):
+        """In the place of one operation of both: the reference's and the kernels', each in its own memory."""
+        for rank, memory in enumerate(self.memories):
+            call = self.reference.program.bind(op, rank, counts)
+            call.stage(call.m, call.w, call.b, op)
+            self.kernels.run(op, memory)
+
+    def _checking(self, work):
+        for rank, memory in enumerate(self.memories):
+            memory.poison()
+        program = self.reference.program
+        write = program.write
+
+        def both(**values):
+            write(**values)
+            for memory, arena in zip(self.memories, program.arenas):
+                for name in values:
+                    target = memory.buffer(name)
+                    target[...] = PADDING.get(name, 0)
+                    target[:len(arena[name])] = arena[name][:len(target)]
+
+        program.write = both
+        for rank, taps in enumerate(self.taps):
+            self.buffer(rank, "taps")[...] = taps
+            self.memories[rank].buffer("page_table")[...] = program.arenas[rank]["page_table"]
+        try:
+            super()._checking(work)
+        finally:
+            program.write = write
+
+
+FAR = 0.03   # relative: BF16 between operations against F32, through two layers
+
+
+@pytest.mark.parametrize("family, options", [("mla", {}), ("gqa", {"seqs": 2, "num_drafts": 3}), ("mla", {"tp": 2})], ids=["mla", "gqa", "ranks"])
+def test_the_whole_way(tmp_path, family, options):
+    """From taps to drafts, twice, with a context that grows and a block whose rows are overwritten by what was accepted of it."""
+    twin, seqs = Chain(made(family, {}), tmp_path, **options), options.get("seqs", 1)
+    k, tokens = twin.plan.num_drafts, 0
+    for step in range(2):
+        for slot in range(seqs):
+            twin.commit(slot, step * 6, 8, 6, 10 * step + slot)
+        found = twin.propose([ask(slot, 5 + slot, 6 * step + 6, seed=3, temperature=float(slot)) for slot in range(seqs)])
+        for rank in range(len(twin.memories)):
+            ids, logits, sure = (twin.buffer(rank, name)[:k, :seqs] for name in ("draft_ids", "draft_logits", "draft_confidence"))
+            want = twin.reference.program.arenas[rank]["draft_logits"][:k, :seqs]
+            for slot in range(seqs):
+                # While the kernels' tokens are the reference's, their logits answer the same tokens before.
+                same = next((i for i in range(k) if ids[i, slot] != found[slot].token_ids[i]), k)
+                tokens += same
+                part = slice(0, min(same + 1, k))
+                assert np.linalg.norm(logits[part, slot] - want[part, slot]) < FAR * np.linalg.norm(want[part, slot])
+                for i in range(k):   # and a token is the draw from the kernels' own logits
+                    assert ids[i, slot] == draft_token(logits[i, slot], float(slot), 3, 6 * step + 7 + i, i)
+            assert ((0 < sure) & (sure < 1)).all()
+    assert tokens > k * seqs   # of both steps and all ranks

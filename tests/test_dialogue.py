@@ -112,6 +112,18 @@ def test_what_cannot_be_gone_on_from_is_rendered(fake, script, why):  # noqa: F8
     assert dialogue.prompt_ids(**options) == encode_chat(TOKENIZER, dialogue.messages, **options), why
 
 
+def test_what_a_stop_string_hid_is_not_read(fake):  # noqa: F811
+    llm = fake("abSTOP", num_slots=3, prefix_cache=2)
+    dialogue = Dialogue(TOKENIZER)
+    dialogue.add({"role": "user", "content": "one"})
+    *_, last = llm.stream_chat(dialogue, SamplingParams(stop="STOP", max_tokens=20), reasoning_effort="none")
+    dialogue.answer(last.output.token_ids, last.output.text, "", stop_reason=last.output.stop_reason)
+    dialogue.add({"role": "user", "content": "two"})
+    options = {"tools": None, "thinking": False, "thinking_effort": None}
+    assert last.output.stop_reason == "STOP" and dialogue.messages[1]["content"] == "ab"
+    assert dialogue.prompt_ids(**options) == encode_chat(TOKENIZER, dialogue.messages, **options)
+
+
 def test_another_effort_reads_everything_again(fake):  # noqa: F811
     llm = fake("x" * 100, num_slots=3, prefix_cache=2)
     dialogue = Dialogue(TOKENIZER)

@@ -112,7 +112,8 @@ class Talk:
         if not ids:
             self.dialogue.cut(before)
         else:
-            self.dialogue.answer(ids, "".join(text), "".join(reasoning), [c.document for c in whole.tool_calls] if whole else [])
+            calls, stop_reason = ([c.document for c in whole.tool_calls], whole.stop_reason) if whole else ([], None)
+            self.dialogue.answer(ids, "".join(text), "".join(reasoning), calls, stop_reason)
         if stopped is not None:
             return stop_code(stopped)
         if whole is None:

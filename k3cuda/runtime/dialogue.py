@@ -47,15 +47,16 @@ class Dialogue:
         self._prompt = self._ids + encode_segments(self._tokenizer, segments[self._ends[-1].num_segments if self._ends else 0:])
         return list(self._prompt)
 
-    def answer(self, token_ids, content: str, reasoning: str, tool_calls=()) -> None:
+    def answer(self, token_ids, content: str, reasoning: str, tool_calls=(), stop_reason=None) -> None:
         """Adds the answer to the last prompt, whole or as far as it came.
 
         Args:
-            token_ids: all that were drawn. content, reasoning, tool_calls: what was read from them, in OpenAI's form.
+            token_ids: all that were drawn. content, reasoning, tool_calls: what was read from them, in OpenAI's form. stop_reason: the stop string or id that ended it,
+                which is among the ids and was not shown.
         """
         message = {"role": "assistant", "content": content, "reasoning_content": reasoning}
         self._messages.append(message | ({"tool_calls": list(tool_calls)} if tool_calls else {}))
-        end = _end_of(self._tokenizer, list(token_ids), self._head["thinking"])
+        end = None if stop_reason is not None else _end_of(self._tokenizer, list(token_ids), self._head["thinking"])
         if end is not None:
             self._ids = [*self._prompt, *token_ids, *end]
             rendered = render(self._messages, **self._head, add_generation_prompt=False)

@@ -1,5 +1,5 @@
 """The lm-evaluation-harness recipe of docs/eval.md. scripts/lm_eval_recipe.py ran lm-eval itself and recorded its requests; here they are
-made again, and what lm-eval would read in the answers is held against the library."""
+made again, and what lm-eval would read in the answers is held against the library. Another demo model, task or version of lm-eval: record again."""
 import asyncio
 import json
 import sys

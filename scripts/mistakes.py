@@ -43,9 +43,10 @@ def costs(model: str, rows) -> np.ndarray:
 @click.argument("model")
 @click.option("--items", default=20, show_default=True, help="Problems of each task.")
 @click.option("--tasks", default=",".join(t for t in TASKS if t != "needle"), show_default=True, help="With commas.")
+@click.option("--size", "sizes", multiple=True, metavar="TASK=N", help="Problems of another size than those of the held-out set.")
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the table there as well.")
-def main(model, items, tasks, output):
-    rows = Rows(Tokenizer.from_dir(model))
+def main(model, items, tasks, sizes, output):
+    rows = Rows(Tokenizer.from_dir(model), sizes={task: (int(n),) for task, n in (pair.split("=") for pair in sizes)})
     tests = [pair for task in tasks.split(",") for pair in zip(*rows.held_out(task, items))]
     right = costs(model, tests)
     lines = [f"{len(tests)} problems, {right.mean():.4f} nats an answer", "", "| mistake | rise | standard error | ratio | seen |", "| --- | --- | --- | --- | --- |"]

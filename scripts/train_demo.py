@@ -65,7 +65,9 @@ def main(out, minutes, steps, size, seed, device, workers):
     else:
         if steps is None:
             mean = trainer.measure(*BATCH[size], LENGTHS[size])
-            steps = int((until - time.monotonic()) / mean / 50) * 50
+            steps = int((until - time.monotonic()) / mean / 10) * 10
+            if steps < 10:
+                raise SystemExit(f"{minutes} minutes hold {(until - time.monotonic()) / mean:.1f} steps of {mean:.2f} s beside the rest: give more")
         trainer.schedule = Schedule(steps, *BATCH[size], LENGTHS[size])
     trainer.log(started=vars(trainer.schedule) | {"seed": seed, "size": size, "at": trainer.step, "device": device, "torch": torch.__version__})
     if not trainer.run(until):

@@ -49,6 +49,9 @@ class K3(nn.Module):
             else:
                 # The first layer has nothing to mix: these two are in the files, but nothing reads them.
                 self.register_parameter(name, nn.Parameter(value, requires_grad=not (layer == 0 and w.name.startswith("self_attention_res"))))
+        for i in range(cfg.num_hidden_layers):
+            if cfg.is_kda(i):   # the decay at first is of the bias alone, however steep a head's gate is
+                self.weight(i, "kda_dt_bias").data.view(len(self.weight(i, "kda_a_log")), -1).div_(self.weight(i, "kda_a_log").data.exp()[:, None])
         self.moe_layers = [i for i in range(cfg.num_hidden_layers) if not cfg.is_dense(i)]
 
     def weight(self, layer, name):
@@ -157,8 +160,10 @@ def initial(name: str, shape, generator) -> torch.Tensor:
     """Norms at 1, mixes over depth even, decays of one token spread from 0.01 to 0.999, all else by its inputs."""
     if "norm" in name:
         return torch.ones(shape)
-    if name in ("kda_a_log", "e_score_correction_bias") or name.endswith("res_proj"):
+    if name == "e_score_correction_bias" or name.endswith("res_proj"):
         return torch.zeros(shape)
+    if name == "kda_a_log":
+        return torch.linspace(-0.7, 0.7, shape[0] + 1)[1:]   # heads differ from the start: else nobody would learn what it is for
     unit = torch.rand(shape, generator=generator) * 2 - 1
     if name == "kda_dt_bias":
         return unit * 4.5 - 4.5

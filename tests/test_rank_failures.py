@@ -6,6 +6,8 @@ import time
 
 import pytest
 from command import COMMAND
+
+from k3cuda.runtime import rank_watch
 from rank_processes import MARK, STARTED, all_gone, ends, free_port, running, start
 
 IN_TIME, SIGNAL_IN_TIME = 15, 10   # seconds, as promised in docs/multi-node.md
@@ -92,6 +94,22 @@ def test_a_worker_in_trouble(what, code, text):
     (found, _, words), = ends(process)
     assert found == code and "rank 1 (" in words and text in words, words
     assert time.monotonic() - begin < IN_TIME and all_gone(process.mark, 1)
+
+
+def test_a_job_that_sleeps_as_a_whole_goes_on():
+    """Ctrl-Z and fg: each finds the others silent for longer than is allowed, and so was it."""
+    process, other = decoding()
+    for pid in (process.pid, other):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(rank_watch.SILENCE_S + 1)
+    for pid in (other, process.pid):
+        os.kill(pid, signal.SIGCONT)
+    begin = time.monotonic()
+    while time.monotonic() - begin < 3:   # time enough to find somebody guilty
+        assert b'"delta"' in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    (code, _, words), = ends(process)
+    assert code == 143, words
 
 
 def test_a_server_ends_with_its_ranks():

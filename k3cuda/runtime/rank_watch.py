@@ -19,6 +19,7 @@ log = logging.getLogger("k3cuda")
 
 BEAT_S = 1.0           # between signs of life
 SILENCE_S = 8.0        # without one a rank is taken for dead: with all that follows the job has ended within 15 s
+_STOPPED_S = 3.0       # between two of our own signs of life: this process was stopped
 LAST_WORDS_S = 3.0     # that a main thread has to notice, before the process is ended
 EXPLAIN_S = 2.0        # that the first error may take to arrive behind what follows from it
 # Whether this process ends when its job does, though nothing of it waits for another rank: a command has nothing else to do.
@@ -41,6 +42,7 @@ class Watch:
         self.rank, self.failure, self._hosts, self._socks = joined.rank, None, joined.hosts, joined.watch
         self._data, self._hang_s, self._words = list(joined.data.values()), hang_s, words
         self._progress, self._is_in_call, self._is_step, self._is_over = 0, False, False, False
+        self._beaten, self._woke = time.monotonic(), float("-inf")   # when this process last gave a sign of life, and when it last had been stopped
         self._seen, self._moved = {}, 0.0   # progress of all ranks when some was last seen, and when that was
         self._theirs = dict.fromkeys(self._socks, 0)
         self._known, self._lock, self._writing = threading.Event(), threading.Lock(), threading.Lock()
@@ -118,7 +120,12 @@ class Watch:
         sock = self._socks[rank]
         try:
             while not self._is_over:
-                message = wire.receive(sock)
+                try:
+                    message = wire.receive(sock)
+                except TimeoutError:
+                    if not self._has_slept():
+                        raise
+                    continue
                 if "end" in message:
                     self._heard(wire.raised(message["end"], f"rank {rank} ({self._hosts[rank]}): " if self.rank == 0 else ""), is_told=True)
                     return
@@ -151,10 +158,19 @@ class Watch:
 
     def _beat(self) -> None:
         while not self._is_over:
+            now = time.monotonic()
+            if now - self._beaten > _STOPPED_S:
+                self._woke, self._seen = now, {}
+            self._beaten = now
             self._tell({"progress": self._progress})
             if self.rank == 0 and self._is_in_call and self._is_step and self.failure is None:
                 self._look_for_hangs()
             time.sleep(BEAT_S)
+
+    def _has_slept(self) -> bool:
+        """Whether this process was stopped itself of late, as a whole job is by Ctrl-Z: then nobody else is to blame for the silence."""
+        now = time.monotonic()
+        return now - self._beaten > _STOPPED_S or now - self._woke < SILENCE_S
 
     def _look_for_hangs(self) -> None:
         counts = {0: self._progress} | self._theirs

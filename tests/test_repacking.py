@@ -31,7 +31,7 @@ from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.preflight import check
 from k3cuda.runtime.rank_files import LAYOUT_VERSION, rank_file, repack_units, stored_arrays
-from k3cuda.runtime.repack_manifest import MANIFEST, UNFINISHED
+from k3cuda.runtime.repack_manifest import MANIFEST, UNFINISHED, repack_command
 from k3cuda.runtime.repacked import RepackedModel, packed_ops
 from k3cuda.runtime.repacking import repack
 from k3cuda.runtime.write_checkpoint import write_checkpoint
@@ -127,6 +127,7 @@ def test_any_part_can_be_had(coded, repacked):
             assert model.stored(w, layer, expert).tobytes() == coded.stored(w, layer, expert).tobytes(), w
     for name in ("o_proj", "mla_kv_b_proj", "mla_q_b_proj", "mlp_res_norm"):
         assert model.rank_slices(name, 3, 2, 1).tobytes() == coded.rank_slices(name, 3, 2, 1).tobytes()
+    assert repack_command("a {b} c", 2, "d e") == "k3cuda repack 'a {b} c' --tp 2 --out 'd e'"
     with pytest.raises(KeyError, match="no kda_q_proj at layer 3"):
         model.rank_slices("kda_q_proj", 3, 4, 0)
     with pytest.raises(CheckpointError, match="found a model repacked for tp 4, wanted tp 2; use tp 4, or k3cuda repack .* --tp 2 --out DIR"):

@@ -1,6 +1,7 @@
 """The manifest of a repacked model: which files it has, of which checkpoint, in which layout."""
 import json
 import os
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Manifest:
 
 
 def repack_command(source: str, tp: int | str, out: str) -> str:
-    return f"k3cuda repack {source} --tp {tp} --out {out}"
+    return f"k3cuda repack {shlex.quote(source)} --tp {tp} --out {shlex.quote(out)}"
 
 
 def is_repacked(path) -> bool:

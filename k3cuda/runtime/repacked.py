@@ -138,7 +138,7 @@ class RepackedModel(TensorSource):
 
     def __init__(self, survey: RepackedSurvey):
         self.path, self.cfg, self.shards, self.tp = survey.path, survey.cfg, survey.shards, survey.tp
-        self.generation_config, self._command = survey.generation_config, repack_command(survey.manifest.source, "{tp}", "DIR")
+        self.generation_config, self._source = survey.generation_config, survey.manifest.source
 
     @classmethod
     def open(cls, path) -> "RepackedModel":
@@ -158,7 +158,7 @@ class RepackedModel(TensorSource):
         """(bytes that are read, bytes that are kept) of `ranks`: the same, padding to whole tiles included. Raises CheckpointError: another tp."""
         if tp != self.tp:
             raise CheckpointError(f"{self.path}: found a model repacked for tp {self.tp}, wanted tp {tp}",
-                                  f"use tp {self.tp}, or {self._command.format(tp=tp)}")
+                                  f"use tp {self.tp}, or {repack_command(self._source, tp, 'DIR')}")
         nbytes = sum(packed_bytes(p, self.cfg, tp) for arrays in self.stored_arrays.values() for p in arrays) * len(ranks)
         return nbytes, nbytes
 

@@ -1,9 +1,13 @@
 """The reference against the shared goldens, and the bytes of a row against everything that must not change them."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from k3cuda.config import PAGE_SIZE
 from k3cuda.errors import ConfigError
+from k3cuda.reference import mla
+from k3cuda.reference.numerics import Numerics
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.numpy_backend import NumpyBackend
@@ -211,3 +215,14 @@ def test_a_model_may_end_inside_a_page():
     assert NumpyBackend(checkpoint).max_model_len == NumpyBackend(checkpoint, max_model_len=PAGE_SIZE + 36).max_model_len == PAGE_SIZE + 36
     with pytest.raises(ConfigError, match="beyond the model's 100"):
         NumpyBackend(checkpoint, max_model_len=PAGE_SIZE + 37)
+
+
+def test_low_rank_norms_have_an_eps_of_their_own():
+    """Of values as small as its root: the goldens' are large, and 1e-5 in its place would move their logits by a millionth only."""
+    small, rank = np.float32(1e-3), 4
+    b = SimpleNamespace(mla_q_a=np.full((1, rank), small), mla_kv_a=np.full((1, rank + 2), small), mla_q_latent=np.zeros((1, rank), np.float32),
+                        mla_cache=np.zeros((1, PAGE_SIZE, rank + 2), np.float32), row_slot=np.zeros(1, int), row_position=np.zeros(1, int),
+                        page_table=np.zeros((1, 1), int))
+    w = SimpleNamespace(mla_q_a_layernorm=np.ones(rank, np.float32), mla_kv_a_layernorm=np.ones(rank, np.float32))
+    mla.mla_norm(SimpleNamespace(cfg=SimpleNamespace(kv_lora_rank=rank), num=Numerics(), sequences=lambda slots: [(0, slice(0, 1))]), w, b, None)
+    assert np.allclose(b.mla_q_latent, 0.5**0.5) and np.allclose(b.mla_cache[0, 0], [0.5**0.5] * rank + [small] * 2)   # 1e-3 / sqrt(1e-6 + 1e-6)

@@ -18,7 +18,7 @@ from .draft_config import MLA
 from .draft_plan import DraftPlan
 from .emit_sizes import H200_SMS, MAX_SHARED, sizes
 from .errors import ConfigError
-from .plan import Plan
+from .plan import Op, Plan
 from .stages import GATHER, SCATTER, STACK, STAGES, Move, Stage
 from .tables import Tables, tables_of
 from .weights import LEGAL_TP
@@ -75,6 +75,11 @@ def build_files(plan: Plan | DraftPlan, rows: int, kv_cache_dtype: str, *, sms: 
     tables = tables_of(plan)
     return {"config.cuh": sizes(plan, rows, kv_cache_dtype, sms, probes.forced_experts), "buffers.cuh": _buffers(plan, tables, rows, kv_cache_dtype, ride),
             "kernels.cu": _kernels(plan, tables, rows, ride, sms, probes)}
+
+
+def ops_of(plan: Plan | DraftPlan, rows: int) -> tuple[Op, ...]:
+    """Operations that a build for steps of up to `rows` rows has kernels for: a draft's context alone where a block does not fit."""
+    return plan.context if isinstance(plan, DraftPlan) and not plan.padded_seqs(rows) else tables_of(plan).ops
 
 
 def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[str, int], ...]:
@@ -183,8 +188,7 @@ def _weight_type(p: packing.Packed, t: Tables) -> str:
 
 
 def _kernels(plan: Plan | DraftPlan, t: Tables, rows: int, ride: bool, sms: int, probes: Probes) -> str:
-    ops = plan.context if isinstance(plan, DraftPlan) and not plan.padded_seqs(rows) else t.ops   # too few rows for a block
-    used = {op.stage.name for op in ops}
+    used = {op.stage.name for op in ops_of(plan, rows)}
     stages = [s for s in t.stages if s.name in used and launches_of(s, plan, rows, ride)]
     headers = dict.fromkeys(s.header or "collective" for s in stages)
     lines = [f"#define K3_HOP_CYCLES {probes.hop_cycles}"] * bool(probes.hop_cycles) + ["#define K3_TRACE"] * probes.trace

@@ -3,13 +3,15 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, load, train"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, load, train, draft"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
 out=${OUT:-docs/benchmarks}
 case $name in
   tests) exec python3 -m pytest -m gpu tests/gpu "$@" ;;
+  # Kernels of drafts, of what they read of the target, and of acceptance.
+  draft) exec python3 -m pytest -m gpu tests/gpu/test_draft.py "$@" ;;
   sanitize)
     for tool in memcheck initcheck racecheck; do
       # Probes for newer driver calls are reported as API errors. racecheck does not see that st.async orders what it signals.

@@ -19,14 +19,30 @@ VOCAB = {"large": 1500, "small": 4}
 MARK = -7
 
 
+class Host:
+    """Where the kernels run: here on arrays of the host; on a GPU (tests/gpu/test_draft.py) `put` uploads and `get` brings back."""
+
+    def __init__(self, vocab, library):
+        self.library, self.threads = library, -(-vocab // 1024) * 32
+
+    def put(self, array):
+        return array.ctypes.data
+
+    def get(self, array):
+        pass
+
+    def launch(self, kernel, clusters, args, seed):
+        host.launch(self.library, kernel, clusters, self.threads, [args], seed=seed)
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
-    """Size -> kernels."""
-    return {name: host.build(f'#include "accept_core.cuh"\nK3_ACCEPT({vocab}, 1, {-(-vocab // 1024)})\n', ["k_laws", "k_draft_laws", "k_judge"], tmp_path_factory.mktemp(name))
+    """Size -> the machine that has the kernels."""
+    return {name: Host(vocab, host.build(f'#include "accept_core.cuh"\nK3_ACCEPT({vocab}, 1, {-(-vocab // 1024)})\n', ["k_laws", "k_draft_laws", "k_judge"], tmp_path_factory.mktemp(name)))
             for name, vocab in VOCAB.items()}
 
 
-def run(library, vocab, logits, judges, draft_logits, acceptance, length=None, num_drafts=7, seed=3, different=None):
+def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, num_drafts=7, seed=3, different=None):
     """list[Judged]. logits [rows, vocab]; draft_logits [rows, vocab] at the row that judges the draft, or None where drafts were not drawn.
 
     different: rows after which logits and parameters repeat, so that the laws of these are the laws of all.
@@ -39,7 +55,8 @@ def run(library, vocab, logits, judges, draft_logits, acceptance, length=None, n
         used += len(entries[-1])
     entries.append(np.zeros(1, PENALTY))
     n = len(draws)
-    answers = Answers(n, np.zeros(Answers.nbytes(n), np.uint8))
+    memory = np.zeros(Answers.nbytes(n), np.uint8)
+    answers = Answers(n, memory)
     for name, array in answers.arrays.items():
         array[:] = np.nan if array.dtype == np.float32 else 0 if name == "ended" else MARK
     records = judge_records(judges, acceptance, length, num_drafts, draft_logits is not None)
@@ -51,16 +68,20 @@ def run(library, vocab, logits, judges, draft_logits, acceptance, length=None, n
     work |= {"best": np.full(n, MARK, np.int32),
             "raw_top": np.full(n, np.nan, np.float32), "log_sum": np.full(n, np.nan, np.float32), "accepted": np.full(len(judges), MARK, np.int32)}
     kept = [np.ascontiguousarray(logits, np.float32), rows, np.concatenate(entries), np.zeros(1, np.int32)]
-    sample = SampleArgs(*(a.ctypes.data for a in (*kept, *answers.arrays.values())))
+    base = machine.put(memory)
+    sample = SampleArgs(*map(machine.put, kept), *(base + a.ctypes.data - memory.ctypes.data for a in answers.arrays.values()))
     draft_logits = np.zeros((1, vocab), np.float32) if draft_logits is None else np.ascontiguousarray(draft_logits, np.float32)
-    args = AcceptArgs(sample=sample, draft_logits=draft_logits.ctypes.data, draft_row=draft_row.ctypes.data, judges=records.ctypes.data,
-                      **{name: a.ctypes.data for name, a in work.items()})
-    threads = -(-vocab // 1024) * 32
+    args = AcceptArgs(sample=sample, draft_logits=machine.put(draft_logits), draft_row=machine.put(draft_row), judges=machine.put(records),
+                      **{name: machine.put(a) for name, a in work.items()})
     for kernel in ("k_laws", "k_draft_laws"):
-        host.launch(library, kernel, different or n, threads, [args], seed=seed)
+        machine.launch(kernel, different or n, args, seed)
     for name in (n for n in work if different and n != "accepted"):
+        machine.get(work[name])
         work[name][:] = np.resize(work[name][:different], work[name].shape)
-    host.launch(library, "k_judge", len(judges), threads, [args], seed=seed)
+        setattr(args, name, machine.put(work[name]))
+    machine.launch("k_judge", len(judges), args, seed)
+    for array in (memory, work["accepted"]):
+        machine.get(array)
     return judged(judges, work["accepted"], answers, vocab)
 
 

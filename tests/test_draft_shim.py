@@ -40,10 +40,10 @@ class Twin:
         self.plan = build_draft_plan(cfg, tp, num_drafts, block_rows)
         self.rows = next(n for n in (8, 16, 32, 64) if n >= seqs * block_rows)
         stages = {op.stage.name: () for op in self.plan.context + self.plan.ops}
-        self.kernels = Kernels(self.rows, tp, True, stages, folder / "build", plan=self.plan)
         self.memories = [Memory(self.plan, None, r, PAGES, lambda name, layer, r=r: source.rank_slices(WEIGHT[name], layer, tp, r)) for r in range(tp)]
         self.taps = [np.zeros((64, len(cfg.target_layer_ids), cfg.target_hidden_size), np.float32) for _ in range(tp)]
         self.reference = NumpyDraft(source, self.taps, num_drafts=num_drafts, rows=block_rows, slots=SLOTS, pages=SLOTS * PAGES, slot_pages=PAGES, num=Numerics())
+        self.kernels = self._kernels(stages, folder)
         for memory in self.memories:
             memory.meet(self.memories)
             for array in memory.session.values():
@@ -52,6 +52,9 @@ class Twin:
             pages = np.random.default_rng(slot).permutation(PAGES) + slot * PAGES
             self.reference.open_slot(slot, pages)
         self.checked = []
+
+    def _kernels(self, stages, folder):
+        return Kernels(self.rows, self.tp, True, stages, folder / "build", plan=self.plan)
 
     def buffer(self, rank, name):
         b, raw = self.memories[rank].tables.buffers[name], self.memories[rank].buffer(name)
@@ -180,13 +183,15 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_operation_of_a_draft(tmp_path, case):
     family, changes, options = CASES[case]
-    source = made(family, changes)
-    twin, seqs = Twin(source, tmp_path, **options), options.get("seqs", 1)
+    every_operation(Twin(made(family, changes), tmp_path, **options), options.get("seqs", 1), len(case))
+
+
+def every_operation(twin, seqs, seed):
     for slot in range(seqs):
         twin.fill(slot, CONTEXT - slot)
         twin.commit(slot, CONTEXT - slot, 8, 8, slot)
         twin.commit(slot, CONTEXT - slot + 8, 5, 3 + slot, slot + 7)
-    asks = [ask(slot, 5 + slot, CONTEXT + 11, seed=slot + (9 << 32), temperature=0.7 * (slot + len(case)) % 2) for slot in range(seqs)]
+    asks = [ask(slot, 5 + slot, CONTEXT + 11, seed=slot + (9 << 32), temperature=0.7 * (slot + seed) % 2) for slot in range(seqs)]
     found = twin.propose(asks)
     assert len(found) == seqs and set(twin.checked) == {op.stage.name for op in twin.plan.context + twin.plan.ops if not op.stage.moves}
 
@@ -231,7 +236,10 @@ FAR = 0.03   # relative: BF16 between operations against F32, through two layers
 @pytest.mark.parametrize("family, options", [("mla", {}), ("gqa", {"seqs": 2, "num_drafts": 3}), ("mla", {"tp": 2})], ids=["mla", "gqa", "ranks"])
 def test_the_whole_way(tmp_path, family, options):
     """From taps to drafts, twice, with a context that grows and a block whose rows are overwritten by what was accepted of it."""
-    twin, seqs = Chain(made(family, {}), tmp_path, **options), options.get("seqs", 1)
+    whole_way(Chain(made(family, {}), tmp_path, **options), options.get("seqs", 1))
+
+
+def whole_way(twin, seqs):
     k, tokens = twin.plan.num_drafts, 0
     for step in range(2):
         for slot in range(seqs):

@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from ..config import DECODE_ROWS, MAX_ROWS
-from ..emit import NO_PROBES, Probes, build_files, kernels_of
+from ..draft_plan import DraftPlan
+from ..emit import NO_PROBES, Probes, build_files, kernels_of, ops_of
 from ..emit_sizes import H200_SMS
 from ..plan import Plan
 from .cuda_driver import Launch, Module
@@ -23,7 +24,7 @@ def bucket_of(rows: int) -> int:
     return next(b for b in ROW_BUCKETS if b >= rows)
 
 
-def compile_bucket(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True,
+def compile_bucket(plan: Plan | DraftPlan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True,
                    probes: Probes = NO_PROBES, strict: bool = False, into: Path | None = None) -> Compiled:
     """The cubin of every stage for steps of up to `rows` rows. Needs no GPU. `strict`, `into`: as compile_cuda."""
     headers = build_files(plan, rows, kv_cache_dtype, sms=sms, ride=ride, probes=probes)
@@ -70,9 +71,9 @@ class BucketKernels:
         shapes: kernel -> (blocks along x, y and z, threads, blocks of a cluster, bytes of shared memory), as the kernels say themselves.
     """
 
-    def __init__(self, plan: Plan, rows: int, compiled: Compiled, ride: bool = True):
+    def __init__(self, plan: Plan | DraftPlan, rows: int, compiled: Compiled, ride: bool = True):
         self.rows, self.module = rows, Module(compiled.cubin)
-        names = dict.fromkeys(k for op in plan.ops + plan.commit for k in kernels_of(op.stage, plan, rows, ride))
+        names = dict.fromkeys(k for op in ops_of(plan, rows) for k in kernels_of(op.stage, plan, rows, ride))
         shapes = {n: self.module.constants(f"k_{n}_launch", 6) for n in names}
         self.shapes = {n: shape for n, shape in shapes.items() if shape[0]}   # a kernel without blocks has nothing to do in this model
         self.functions = {n: self.module.function(f"k_{n}", shape[5]) for n, shape in self.shapes.items()}

@@ -13,6 +13,7 @@ COPY dist/k3cuda-*.whl ./
 # hadolint ignore=SC2086
 RUN pip --python /opt/k3cuda/bin/python install --no-cache-dir --no-compile --no-index --no-deps ./k3cuda-*.whl \
  && /opt/k3cuda/bin/k3cuda compile --output /opt/k3cuda/cubin ${COMPILE} \
+ && find /opt/k3cuda/lib -type d -name tests -prune -exec rm -r {} + \
  && /opt/k3cuda/bin/python -m compileall -q /opt/k3cuda/lib
 
 FROM ${PYTHON_IMAGE}

@@ -16,7 +16,7 @@ BASE = [
 ]
 # The two CUDA lines exclude each other: their CuPy and binding packages unpack over one another.
 CU13 = [
-    "cuda-python>=13.0,<14",          # cuda.bindings: driver and NVRTC
+    "cuda-bindings>=13.0,<14",        # driver and NVRTC; cuda-python would bring cuda-core too, which nothing here uses
     "cuda-pathfinder>=1.3,<2",        # finds headers and libraries in wheels and toolkits
     "cupy-cuda13x>=14.2,<15",         # owns device memory, streams and events; buffers as arrays in scripts
     "nvidia-cuda-nvrtc>=13.0,<14",    # compiles the kernels; 13.0 is the first of this line that knows sm_103a
@@ -24,7 +24,7 @@ CU13 = [
     "nvidia-nccl-cu13>=2.28,<3",      # ranks on several GPUs
 ]
 CU12 = [
-    "cuda-python>=12.9,<13",               # 12.9 is the first of this line that knows sm_103a
+    "cuda-bindings>=12.9,<13",             # 12.9 is the first of this line that knows sm_103a
     "cuda-pathfinder>=1.3,<2",
     "cupy-cuda12x>=14.2,<15",
     "nvidia-cuda-nvrtc-cu12>=12.9,<13",

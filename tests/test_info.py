@@ -23,7 +23,7 @@ def installed(line=None, **changes):
 def test_packages_are_those_of_setup():
     lists = dict(re.findall(r"^(\w+) = \[\n(.*?)^\]", (ROOT / "setup.py").read_text(encoding="utf-8"), re.M | re.S))
     named = {n for name, text in lists.items() if name != "TEST" for n in re.findall(r'^ +"([\w-]+)', text, re.M)}
-    assert {"cuda-python" if n == "cuda-bindings" else n for n in PACKAGES} == named   # the one brings the other
+    assert set(PACKAGES) == named
 
 
 def test_json_is_true_here():

@@ -37,13 +37,15 @@ def loads_wrong(*args):
 
 if kind == "load":
     numpy_backend._load_weights = loads_wrong
-elif kind != "sound":
+elif kind not in ("sound", "none"):
     numpy_backend.NumpyBackend.sample = goes_wrong
 try:
     with LLM("demo", tp=2, max_model_len=256) as llm:
         [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
         if output.error:
             raise output.error
+    if kind == "sound":
+        LLM("demo", tp=2, max_model_len=256)   # the other rank has ended with the first
 except K3Error as e:
     print(e)
     sys.exit(e.code)
@@ -52,6 +54,7 @@ TROUBLE = {   # kind -> (code of rank 0, code of the other, what rank 0 says)
     "hang": (9, 9, "rank 1 ({host}) hung: no rank got on for 8 s in the middle of a step"), "odd": (1, 1, "rank 1 ({host}): ValueError: invalid literal"),
     "memory": (4, 4, "rank 1 ({host}): not enough memory"), "exit": (9, 5, "rank 1 ({host}) ended without a word"),
     "differ": (7, 7, "rank 1 decided other tokens than rank 0"), "load": (4, 4, "rank 1 ({host}): not enough memory"),
+    "none": (2, 0, "a second model in one job: the other ranks have ended with the first one"),
 }
 
 

@@ -28,6 +28,7 @@ MAX_TIMEOUT_S = 86_400
 BUILD_S = 120.0                  # on a GPU the first steps of each size may compile kernels, which is no hang
 SHARE_GPU = "K3CUDA_SHARE_GPU"   # test switch: all ranks of this machine use one GPU
 _SECRET_BYTES = 32
+_ended: list["Job"] = []         # of this process, under a launcher: there is but one
 
 
 RANKS = ("auto", "virtual", "processes")
@@ -52,6 +53,8 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
         raise UsageError(f"tp: found {tp}, but {place.launcher} started {place.size} processes", f"give a tp of {place.size}, or start another number")
     if place is None and (ranks != "processes" or tp == 1):
         return None
+    if place is not None and _ended:
+        raise UsageError("a second model in one job: the other ranks have ended with the first one", "open one model, or start one job for each")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
         raise UsageError(f"rendezvous_timeout: found {timeout!r:.60}, wanted seconds above 0, up to {MAX_TIMEOUT_S}")
     if bad := [m for m in (model, draft_model) if not isinstance(m, (str, os.PathLike, type(None)))]:
@@ -202,6 +205,8 @@ class Job:
         """Ends the job, and the processes that were started for it; may be called twice."""
         if self._watch:
             self._watch.close()
+            if self._place is not None:
+                _ended.append(self)
         if self._workers:
             self._workers.close(at_once=self._watch is None)
             self._workers = None

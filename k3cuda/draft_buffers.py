@@ -12,17 +12,20 @@ def _b(name, shape, dtype, life, unit, cut=None):
     return Buffer(name, tuple(shape.split()), dtype, life, unit, cut)
 
 
-_SAME = ("token_ids", "row_slot", "row_position", "page_table", "logit_rows", "row_accepted", "embed_partial", "embed_parts", "hidden",
+_SAME_INPUTS = ("token_ids", "row_slot", "row_position", "page_table", "logit_rows", "row_accepted")
+_SAME = ("embed_partial", "embed_parts", "hidden",
          "ffn_out", "attn_in", "mla_q_a_part", "mla_kv_a_part", "mla_q_a", "mla_kv_a", "mla_out_gate", "mla_q_latent", "mla_q",
          "mla_q_absorbed", "mla_o_latent", "attn_partial", "attn_parts", "ffn_in", "dense_act", "dense_partial", "dense_parts", "head_in",
          "logits_part")
 
 DRAFT_BUFFERS: tuple[Buffer, ...] = (
-    *(TARGET[name] for name in _SAME),
-    _b("taps", "rows num_taps target_hidden_size", "bf16", "input", "written by the target's step: the same memory"),
+    # What the host writes comes first, so that one copy brings it.
+    *(TARGET[name] for name in _SAME_INPUTS),
     _b("row_last", "rows", "i32", "input", "position of the last row of the row's block: what is seen up to where a layer sees both ways"),
     _b("seq_seed", "seqs two", "i32", "input", "low and high word of the sequence's seed"),
     _b("seq_temperature", "seqs", "f32", "input", "of the draft's draw; 0: the likeliest token"),
+    _b("taps", "rows num_taps target_hidden_size", "bf16", "input", "written by the target's step: the same memory"),
+    *(TARGET[name] for name in _SAME),
 
     # A block's own rows lie behind the committed ones and are overwritten by the next context rows.
     _b("mla_cache", "num_hidden_layers pages page_size mla_cache_dim", "bf16", "session", "normed latent, then the shared key, turned"),

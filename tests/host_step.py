@@ -7,7 +7,7 @@ from models import headdims
 from shim import host
 
 from k3cuda.buffers import buffer_shape
-from k3cuda.emit import arena_offsets, build_files, launches_of
+from k3cuda.emit import arena_offsets, build_files, launches_of, ops_of
 from k3cuda.plan import build_plan
 from k3cuda.runtime.cuda_memory import VIEW_DTYPES, OpStruct, step_type
 from k3cuda.runtime.cuda_weights import op_arrays
@@ -31,8 +31,9 @@ class Kernels:
         self.first_blocks = first_blocks or {}
         self.source = headdims()
         self.plan = plan or build_plan(self.source.cfg, tp)
-        self.rows, self.ride, self.stages, self.ops = rows, ride, stages, tables_of(self.plan).ops
+        self.rows, self.ride, self.stages = rows, ride, stages
         files = build_files(self.plan, rows, "bf16", sms=5, ride=ride)   # few blocks, so that they walk
+        self.ops = ops_of(self.plan, rows)
         wanted = {k for op in self.ops if op.stage.name in stages for k, _ in self.launches(op)}
         text = files.pop("kernels.cu").split("\n")
         names = [line.split("int k_")[1].split("_launch")[0] for line in text if "_launch[" in line]
@@ -55,12 +56,15 @@ class Kernels:
             args.w[i] = array.ctypes.data
         for kernel, first in self.launches(op):
             args.first_row = first
-            x, y, z, threads, cluster, shared = host.constants(self.library, f"k_{kernel}_launch", 6)
-            assert cluster == 1 or kernel in self.first_blocks, f"{kernel} is a cluster"
-            x = self.first_blocks.get(kernel, x)
-            if x:
-                pointers, three = (ctypes.c_void_p * 2)(ctypes.addressof(memory.step), ctypes.addressof(args)), ctypes.c_uint * 3
-                getattr(self.library, f"k3_shim_k_{kernel}")(three(x, y, z), three(threads, 1, 1), ctypes.c_size_t(shared), 0, ctypes.c_uint(1), pointers)
+            self.run_kernel(kernel, memory.step, args)
+
+    def run_kernel(self, kernel: str, step, args) -> None:
+        x, y, z, threads, cluster, shared = host.constants(self.library, f"k_{kernel}_launch", 6)
+        assert cluster == 1 or kernel in self.first_blocks, f"{kernel} is a cluster"
+        x = self.first_blocks.get(kernel, x)
+        if x:
+            pointers, three = (ctypes.c_void_p * 2)(ctypes.addressof(step), ctypes.addressof(args)), ctypes.c_uint * 3
+            getattr(self.library, f"k3_shim_k_{kernel}")(three(x, y, z), three(threads, 1, 1), ctypes.c_size_t(shared), 0, ctypes.c_uint(1), pointers)
 
 
 class Memory:

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -245,6 +246,9 @@ def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monk
     assert asked == [{"overlap": False, "follows": False}] and [op for op, _ in launches] == list(plan.ops)
     for op, group in launches:
         assert [type(x) for x in group] == [NcclMove] * len(op.stage.moves) if op.stage.moves else group == ["kernel"]
+    said = []
+    rank._building, rank._kernels = lambda: said.append("building") or nullcontext(), {8: "built"}
+    assert rank.kernels(8) == "built" and said == ["building"]
     assert not CudaRank.overlaps and CudaRank.most_rows == 64 and CudaBackend.most_rows == 256   # what one process has stays as it was
     with pytest.raises(UsageError, match="rank 1 is another process"):
         rank.buffer("logits", 1)

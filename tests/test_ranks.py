@@ -3,6 +3,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from k3cuda import LLM, SamplingParams
-from k3cuda.errors import ConfigError, DeviceError, RanksDiffer, UsageError
-from k3cuda.runtime import wire
+from k3cuda.errors import ConfigError, DeviceError, RankDied, RanksDiffer, UsageError
+from k3cuda.runtime import rank_watch, wire
 from k3cuda.runtime.backend import DraftAsk, Judge, Judged
 from k3cuda.runtime.collectives import TcpRanks, VirtualRanks
 from k3cuda.runtime.launch import Launch
@@ -20,6 +21,7 @@ from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.rank_backend import CHECK_EVERY, RankedBackend, follow
 from k3cuda.runtime.rank_calls import DECODE, ENCODE
 from k3cuda.runtime.rank_job import Job
+from k3cuda.runtime.rendezvous import Joined
 from k3cuda.runtime.sampling import Draw, Drawn
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from models import step_rows
@@ -211,6 +213,32 @@ def test_a_short_answer_is_compared_at_its_end():
     alike = pair(wrong_from=1 << 30)
     alike.sample([])
     alike.close()
+
+
+# ---- who hangs ----
+
+def test_building_is_no_hang_and_standing_still_is(monkeypatch):
+    monkeypatch.setattr(rank_watch, "BEAT_S", 0.05)
+    here, there = socket.socketpair()
+    watch = rank_watch.Watch(Joined(0, 2, b"", {1: here}, {}, ["a, pid 1", "b, pid 2"]), hang_s=0.5)
+    over = threading.Event()
+
+    def other():   # alive, and always at the same place
+        while not over.wait(0.05):
+            wire.send(there, {"progress": 3})
+
+    threading.Thread(target=other, daemon=True).start()
+    with watch.call(), watch.building():
+        time.sleep(1.5)
+    for _ in range(4):
+        watch.progress()   # rank 0 is further than the other one
+    with pytest.raises(RankDied, match=r"rank 1 \(b, pid 2\) hung: no rank got on for 0.5 s"), watch.call():
+        while watch.failure is None:
+            time.sleep(0.05)
+        watch.check()
+    over.set()
+    watch.close()
+    there.close()
 
 
 # ---- messages ----

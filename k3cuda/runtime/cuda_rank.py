@@ -3,6 +3,7 @@
 NCCL moves contiguous bytes, so what is cut by columns is packed before and spread behind it by 2D copies. All of it is captured in the step's
 graph. The exchange inside a kernel, over mapped peers, is to take its place where that is faster.
 """
+from contextlib import nullcontext
 from typing import Callable
 
 import cupy
@@ -51,12 +52,13 @@ class CudaRank(CudaBackend):
 
     Args:
         comm: of all ranks; closed with the backend. device: index of this rank's GPU. options: as CudaBackend.
+        building: a context around what takes seconds in the middle of a step: the others wait, and it is no hang.
     """
 
     overlaps, most_rows = False, DECODE_ROWS
 
-    def __init__(self, source, comm: Communicator, device: int, **options):
-        self._comm, self.device_index, self._staging = comm, device, {}
+    def __init__(self, source, comm: Communicator, device: int, building=nullcontext, **options):
+        self._comm, self.device_index, self._building, self._staging = comm, device, building, {}
         super().__init__(source, comm.size, only_rank=comm.rank, ride=False, **options)
         self._warm_up()
 
@@ -73,6 +75,10 @@ class CudaRank(CudaBackend):
         self._comm.all_to_all(room.data.ptr, room.data.ptr + self.tp, 1, self._raw_stream)
         self.stream.synchronize()
         self._comm.check()
+
+    def kernels(self, bucket: int):
+        with self._building():
+            return super().kernels(bucket)
 
     def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False):
         """As CudaBackend, with NCCL in the place of collectives. Nothing begins under a launch before it, which may be NCCL's."""

@@ -162,7 +162,7 @@ def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: 
 
         def on_gpu(*_):
             open_device(job.device)
-            return CudaRank(checkpoint, job.communicator(), job.device, **{name: value for name, value in options.items() if name != "tp"})
+            return CudaRank(checkpoint, job.communicator(), job.device, job.building, **{name: value for name, value in options.items() if name != "tp"})
 
         return job.load(on_gpu)
     from .numpy_backend import NumpyBackend, fitting_length

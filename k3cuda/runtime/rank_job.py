@@ -16,7 +16,7 @@ from .loading import Loading
 from .machine import probe_driver
 from .model_identity import identity
 from .rank_backend import RankedBackend, follow
-from .rank_watch import EXPLAIN_S, SILENCE_S, Watch
+from .rank_watch import EXPLAIN_S, Watch
 from .rank_workers import Workers
 from .rendezvous import Joined, Server
 from .rendezvous_join import Told, join
@@ -25,7 +25,6 @@ from .shared_load import SharedLoading
 log = logging.getLogger("k3cuda")
 
 MAX_TIMEOUT_S = 86_400
-BUILD_S = 120.0                  # on a GPU the first steps of each size may compile kernels, which is no hang
 SHARE_GPU = "K3CUDA_SHARE_GPU"   # test switch: all ranks of this machine use one GPU
 _SECRET_BYTES = 32
 _ended: list["Job"] = []         # of this process, under a launcher: there is but one
@@ -114,7 +113,7 @@ class Job:
         except BaseException:
             self.close()
             raise
-        self._watch = Watch(self._joined, SILENCE_S if self.device is None else BUILD_S, words=self._workers.words if self._workers else lambda rank: "")
+        self._watch = Watch(self._joined, words=self._workers.words if self._workers else lambda rank: "")
 
     def refuse(self, error: K3Error) -> None:
         """Tells the other ranks that this one cannot go on; where it would have started them, they are not."""
@@ -140,6 +139,10 @@ class Job:
     def _payload(self) -> bytes:
         """A secret of this meeting, and NCCL's id where there are GPUs."""
         return secrets.token_bytes(_SECRET_BYTES) + (b"" if self.device is None else nccl.unique_id())
+
+    def building(self):
+        """See Watch.building."""
+        return self._watch.building()
 
     def communicator(self) -> nccl.Communicator:
         """Of all ranks, on the GPU that is current. Every rank asks for it at the same time, once."""

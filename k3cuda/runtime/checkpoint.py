@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ..config import K3Config, token_ids
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..weights import Weight, all_weights, checkpoint_key, checkpoint_keys, expected_tensors, model_bytes, num_tensors, stored_shapes
 from .downloads import no_text
 from .findings import AGAIN, Finding, counted, error_of, shown

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from functools import partial
 
 from ..errors import Aborted, DeviceError, K3Error, RankDied
-from ..runtime.engine import Engine
 from ..runtime.request import Event, Request
 from .metrics import Metrics
 from .refusals import Refusal

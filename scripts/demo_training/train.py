@@ -14,7 +14,7 @@ from .rows import ANSWER, LONG_TASK, PADDING, Rows, steps
 
 TEXT_WEIGHT = 0.1     # of a token that is no answer
 WARM, COOL = 0.03, 0.4   # parts of the steps in which the rate rises, and falls to 0
-BIAS_RATE = 2e-3
+BIAS_RATE, EARLY_BIAS, EARLY = 2e-3, 1e-2, 0.1   # of the router's biases; the second for the first part of the steps, when loads are most uneven
 AGAIN = 0.57          # of the steps: where their number is chosen again, from what a step takes by then; rows are long from 0.5 on
 SLACK = 1.04          # looks at the held-out sets and saved states beside the steps
 ENOUGH = 0.9          # of the steps: a model that was stopped behind it is as good as done, its rate is a quarter and less
@@ -119,7 +119,7 @@ class Trainer:
             losses, loads, left_out = self.backward(batches)
             rate = self.schedule.rate(self.step)
             self.optimizer.step(rate)
-            balance(self.model, loads, BIAS_RATE * min(1, 2 * rate))
+            balance(self.model, loads, EARLY_BIAS if self.step < EARLY * self.schedule.count else BIAS_RATE * min(1, 2 * rate))
             self.step += 1
             if self.step % max(1, every // 5) == 0:
                 (short, short_text), (long, long_text) = (losses.tolist() * 2)[:2]   # without long rows the same twice

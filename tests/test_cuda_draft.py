@@ -16,14 +16,15 @@ from host_step import Kernels, Memory  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.reference.numerics import Numerics  # noqa: E402
 from k3cuda.reference.sample import draft_token  # noqa: E402
-from k3cuda.runtime import cuda_draft, cuda_memory  # noqa: E402
-from k3cuda.runtime.backend import StepRows  # noqa: E402
+from k3cuda.runtime import cuda_accept, cuda_draft, cuda_memory  # noqa: E402
+from k3cuda.runtime.backend import Judge, StepRows  # noqa: E402
 from k3cuda.runtime.drafting import Drafting  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 from k3cuda.runtime.numpy_draft import NumpyDraft  # noqa: E402
 from k3cuda.runtime.numpy_program import widened  # noqa: E402
+from k3cuda.runtime.sampling import Draw, SamplingParams  # noqa: E402
 
 SLOTS, PAGES, ROWS = 3, 2, 128   # rows of a step of the target
 FAR = 0.03   # relative: BF16 between operations against F32
@@ -34,10 +35,21 @@ class Array(np.ndarray):
 
     @property
     def data(self):
-        return SimpleNamespace(ptr=self.ctypes.data, copy_from_host_async=lambda pointer, nbytes, stream: ctypes.memmove(self.ctypes.data, pointer, nbytes))
+        return SimpleNamespace(ptr=self.ctypes.data, copy_from_host_async=lambda pointer, nbytes, stream: ctypes.memmove(self.ctypes.data, pointer, nbytes),
+                               copy_to_host_async=lambda pointer, nbytes, stream: ctypes.memmove(pointer, self.ctypes.data, nbytes))
 
     def get(self, stream=None):
         return np.array(self)
+
+
+class HostLaunch:
+    library = None
+
+    def __init__(self, function, grid, block, arguments, **options):
+        self.run = lambda: host.launch(self.library, function, grid, block, arguments, seed=5)
+
+    def launch(self):
+        self.run()
 
 
 class Stream:
@@ -48,6 +60,9 @@ class Stream:
 
     def __cuda_stream__(self):
         return 0, 0
+
+    def synchronize(self):
+        pass
 
     def __enter__(self):
         return self
@@ -74,7 +89,7 @@ def device(monkeypatch, tmp_path):
     stream, built = Stream(), {}
     event = SimpleNamespace(synchronize=lambda: None, record=lambda stream: None)
     fake = SimpleNamespace(zeros=lambda n, dtype: np.zeros(n, dtype).view(Array), uint8=np.uint8, asarray=lambda a: np.array(a).view(Array), ndarray=Array,
-                           cuda=SimpleNamespace(alloc_pinned_memory=lambda n: np.zeros(n, np.uint8), Event=lambda **_: event))
+                           cuda=SimpleNamespace(alloc_pinned_memory=lambda n: np.zeros(n, np.uint8), Event=lambda **_: event, get_current_stream=Stream))
 
     class Bucket:
         def __init__(self, plan, rows, compiled):
@@ -106,44 +121,89 @@ def rows_of(*parts):
 
 @pytest.mark.parametrize("family, own", [("mla", True), ("gqa", False)], ids=["own embedding and head", "the target's"])
 def test_context_and_drafts(device, family, own):
-    """Against the reference: a prompt that is more than a slice of context rows, then rows of which some are rejected, then drafts of two sequences, twice."""
     stream, built = device
+    draft = context_and_drafts(family, own, stream, SimpleNamespace(arch="sm_90a", sms=5), lambda a: np.array(a).view(Array))
+    assert stream.replays == 5 and len(draft._graphs) == 4   # of 70 rows two slices, the second of 6
+    assert set(built) == {8, 16, 64}
+    draft.close()
+    assert not built
+
+
+def context_and_drafts(family, own, stream, device, array):
+    """Against the reference: a prompt that is more than a slice of context rows, then rows of which some are rejected, then drafts of two sequences, twice.
+
+    `array` takes one of the host to the device.
+    """
     target = MadeCheckpoint(made_config(vocab_size=100, num_hidden_layers=5))
     source = MadeDraft(made_draft_json(target.cfg, family), target.cfg, 1, own_embedding=own, own_head=own)
     drafting, taps = Drafting(source, num_drafts=3), np.zeros((ROWS, len(source.cfg.target_layer_ids), source.cfg.target_hidden_size), np.float32)
     shared = {name: widened(target.rank_slices(name, None, 1, 0)) for name in ("embed_tokens", "lm_head")}
     reference = NumpyDraft(source, [taps], num_drafts=3, rows=drafting.block_rows, slots=SLOTS, pages=SLOTS * PAGES, slot_pages=PAGES, num=Numerics(), target_weights=[shared])
-    buffers = {"page_table": np.zeros((SLOTS, PAGES), np.int32).view(Array), "taps": np.zeros(taps.shape, np.uint16).view(Array)}
+    buffers = {"page_table": array(np.zeros((SLOTS, PAGES), np.int32)), "taps": array(np.zeros(taps.shape, np.uint16))}
     plan = build_plan(target.cfg)
     packed = Memory(plan, target)
     shared_ops = [op for op in plan.ops if op.stage.name in ("embed", "lm_head")]
-    weights = {(None, op.stage.name): [a.view(Array) for a in packed.weights_of(op)] for op in shared_ops}
+    weights = {(None, op.stage.name): [array(a) for a in packed.weights_of(op)] for op in shared_ops}
     memory = SimpleNamespace(buffer=buffers.get, dims={"slots": SLOTS, "pages": SLOTS * PAGES, "slot_pages": PAGES}, weights=weights)
-    draft = cuda_draft.CudaDraft(drafting, [memory], [0], 1, SimpleNamespace(arch="sm_90a", sms=5), stream)
+    draft = cuda_draft.CudaDraft(drafting, [memory], [0], 1, device, stream)
     for slot in range(SLOTS):
         pages = [slot * PAGES + 1, slot * PAGES]
         reference.open_slot(slot, pages)
-        buffers["page_table"][slot] = pages
+        buffers["page_table"][slot] = array(np.array(pages, np.int32))
 
     def commit(rows, accepted, seed):
         values = random_taps(source.cfg, len(rows), seed).astype(ml_dtypes.bfloat16)
         taps[:len(rows)] = values
-        buffers["taps"][:len(rows)] = values.view(np.uint16)
+        buffers["taps"][:len(rows)] = array(values.view(np.uint16))
         for each in (reference, draft):
             each.commit(rows, accepted)
 
     commit(rows_of((2, 0, 66), (0, 0, 4)), np.ones(70, bool), 1)
     commit(rows_of((0, 4, 4), (2, 66, 4)), np.arange(8) % 4 < 2, 2)
-    assert stream.replays == 3 and set(built) == {8, 64}   # of 70 rows two slices, the second of 6
     asks = [ask(2, 7, 68, seed=5 + (3 << 32), temperature=0.8), ask(0, 9, 6, seed=6)]
     for _ in range(2):
         want, found = reference.propose(asks), draft.propose(asks)
         for s, a in enumerate(asks):
-            logits = draft.memories[0].buffer("draft_logits")[:, draft.places[a.slot]]
+            logits = draft.memories[0].buffer("draft_logits").get(stream=stream)[:, draft.places[a.slot]]
             assert np.linalg.norm(logits[0] - reference.logits(a.slot)[0]) < FAR * np.linalg.norm(logits[0])
             tokens = tuple(draft_token(row, a.temperature, a.seed, a.position + 1 + i, i) for i, row in enumerate(logits))
             assert found[s].token_ids == tokens and len(found[s].confidence) == 3
             assert abs(found[s].confidence[0] - want[s].confidence[0]) < FAR
-    assert stream.replays == 5 and len(draft._graphs) == 4
-    draft.close()
-    assert not built
+    return draft
+
+
+@pytest.mark.parametrize("options", [{}, {"acceptance": "block"}, {"draft_sampling": "greedy"}, {"acceptance_length": 2.5}], ids=str)
+def test_acceptance(monkeypatch, tmp_path_factory, options):
+    """Verdicts of three sequences, one without drafts, as the reference gives them; and the host's where penalties are too many for the kernels."""
+    vocab, k, rng = 100, 3, np.random.default_rng(4)
+    if HostLaunch.library is None:
+        HostLaunch.library = host.build(f'#include "accept_core.cuh"\nK3_ACCEPT({vocab}, 1, 1)\n', ["k_laws", "k_draft_laws", "k_judge"], tmp_path_factory.mktemp("accept"))
+    fake = SimpleNamespace(zeros=lambda n, dtype: np.zeros(n, dtype).view(Array), uint8=np.uint8, cuda=SimpleNamespace(alloc_pinned_memory=lambda n: np.zeros(n, np.uint8), get_current_stream=Stream))
+    for name, value in {"cupy": fake, "Launch": HostLaunch, "Module": lambda cubin: SimpleNamespace(function=lambda name: name, close=lambda: None), "CLUSTER": 1,
+                        "sampler_warps": lambda vocab: 1, "compile_accept": lambda *_: SimpleNamespace(cubin=None)}.items():
+        monkeypatch.setattr(cuda_accept, name, value)
+    logits, drafted = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, vocab), (k, 8, vocab)))
+    target = SimpleNamespace(dims={"head_rows": 64}, arena=logits.view(Array), offsets={"logits": 0}, buffer=lambda name: logits.view(Array))
+    memory = SimpleNamespace(dims={"seqs": 8}, arena=drafted.view(Array), offsets={"draft_logits": 0}, buffer=lambda name: drafted.view(Array))
+    draft = SimpleNamespace(cfg=SimpleNamespace(vocab_size=vocab), memories=[memory], places={7: 2, 9: 0})
+    cfg = made_config(vocab_size=vocab, num_hidden_layers=5)
+    drafting = Drafting(MadeDraft(made_draft_json(cfg), cfg), num_drafts=k, **options)
+    stream = SimpleNamespace(__cuda_stream__=lambda: (0, 0), synchronize=lambda: None)
+    accept = cuda_accept.CudaAccept(draft, drafting, target, SimpleNamespace(arch="sm_90a"), stream)
+    stood = 0
+    for seed in range(40):
+        logits[:], drafted[:] = 3 * rng.standard_normal(logits.shape), rng.standard_normal(drafted.shape)
+        for place, first in ((2, 0), (0, 5)):   # rows that these judge: some drafts stand
+            drafted[:, place] += logits[first:first + k]
+        judges = []
+        for slot, n, params in ((7, 3, SamplingParams(temperature=0.9, logprobs=2)), (4, 0, SamplingParams(temperature=1.1, top_k=5)), (9, 2, SamplingParams(frequency_penalty=0.5))):
+            drawn = [draft_token(drafted[i, draft.places[slot]], 0.9 if drafting.draft_sampling == "probabilistic" else 0.0, seed, 5 + i, i) for i in range(n)]
+            judges.append(Judge(slot, tuple(drawn), tuple(Draw(params.resolved({}), seed, 5 + i, output_ids=[1, 2, *drawn[:i]]) for i in range(n + 1))))
+        found, want = accept.accept(judges), accept._on_host(judges)
+        assert [j.num_accepted for j in found] == [j.num_accepted for j in want]
+        assert [[d.token_id for d in j.drawn] for j in found] == [[d.token_id for d in j.drawn] for j in want]
+        stood += sum(j.num_accepted for j in found)
+    assert stood > 5 and not accept.reasons
+    monkeypatch.setattr(cuda_accept, "MAX_PENALTIES", 2)
+    assert [j.drawn for j in accept.accept(judges)] == [j.drawn for j in want] and sum(accept.reasons.values()) == 3
+    accept.close()

@@ -71,6 +71,7 @@ class CudaDraft:
         self._kernels: dict[int, BucketKernels] = {}
         self._graphs: dict[tuple, object] = {}
         self.places: dict[int, int] = {}   # slot -> its place among the sequences of the last proposal
+        cupy.cuda.get_current_stream().synchronize()   # which has cleared and filled all of it; ours does not wait for that one
 
     def commit(self, rows: StepRows, accepted: np.ndarray) -> None:
         """Context rows of the accepted rows of the target's last step; positions behind the draft's own limit get none."""

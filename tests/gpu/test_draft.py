@@ -4,6 +4,7 @@ import pytest
 cp = pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
 
 import test_accept_shim as accept  # noqa: E402
+import test_cuda_draft as beside  # noqa: E402
 import test_draft_shim as draft  # noqa: E402
 from drafts import made  # noqa: E402
 from host_step import SLOTS  # noqa: E402
@@ -82,6 +83,12 @@ def test_the_whole_way(tmp_path, case):
     family, changes, options = CASES[case]
     source = made(family, changes, **(LARGE_TARGET if "large" in case else {}))
     draft.whole_way(Chain(source, tmp_path, **options), options.get("seqs", 1))
+
+
+@pytest.mark.parametrize("family, own", [("mla", True), ("gqa", False)])
+def test_context_and_drafts_as_graphs(family, own):
+    with cp.cuda.Stream(non_blocking=True) as stream:   # what the test writes goes in the draft's own order
+        beside.context_and_drafts(family, own, stream, open_device(0), cp.asarray).close()
 
 
 class Device:

@@ -50,7 +50,7 @@ def test_uniform_is_flat():
     ("max_tokens", 1.5), ("max_tokens", True), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("presence_penalty", None),
     ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 2.1), ("logprobs", 21), ("logprobs", -1),
     ("logprobs", True), ("stop", [""]), ("stop", ""), ("stop", ["x"] * 17), ("stop", [1]), ("stop", 5), ("stop_token_ids", [-1]),
-    ("stop_token_ids", "12"), ("stop_token_ids", [True]), ("stop_token_ids", [1.0]), ("stop_token_ids", 3), ("ignore_eos", 1),
+    ("stop_token_ids", "12"), ("stop_token_ids", {3: 4}), ("stop_token_ids", [True]), ("stop_token_ids", [1.0]), ("stop_token_ids", 3), ("ignore_eos", 1),
     ("ignore_eos", "yes"), ("stop_in_reasoning", None)])
 def test_params_refuse(field, value):
     with pytest.raises(UsageError) as e:
@@ -60,7 +60,7 @@ def test_params_refuse(field, value):
 
 
 def test_params_accept_numpy_scalars_and_single_strings():
-    p = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(4), stop="x", stop_token_ids=np.array([3, 4]), seed=(1 << 64) - 1, top_p=1)
+    p = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(4), stop="x", stop_token_ids=np.array([3, 4, 3]), seed=(1 << 64) - 1, top_p=1)
     assert (p.temperature, p.top_k, p.stop, p.stop_token_ids, p.top_p) == (0.5, 4, ("x",), (3, 4), 1.0)
     assert type(p.top_k) is int and type(p.temperature) is float and type(p.stop_token_ids[0]) is int
     assert SamplingParams(stop=["x"] * 16).stop == ("x",) * 16

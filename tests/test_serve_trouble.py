@@ -2,6 +2,7 @@
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from scripted import TOKENIZER, USER
@@ -9,6 +10,7 @@ from serving import raw, serving  # noqa: F401, the fixture
 
 from k3cuda.errors import DeviceError
 from k3cuda.serve.http import Limits
+from k3cuda.serve.server import _protocol
 
 ENDLESS = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
 JSON = {"Content-Type": "application/json"}
@@ -70,7 +72,17 @@ def test_too_many_are_told_to_come_again(serving):
         one.__exit__(None, None, None)
     until(lambda: running.service.worker.in_flight == 0)
     assert running.post("/v1/completions", prompt=["a"] * 3, max_tokens=1).status_code == 200
-    assert running.post("/v1/completions", prompt=["a"] * 4, max_tokens=1).status_code == 429   # all of a batch or none
+    with raw(running, request("/v1/completions", json.dumps(ENDLESS).encode())):
+        until(lambda: running.service.worker.in_flight == 1)
+        assert running.post("/v1/completions", prompt=["a"] * 3, max_tokens=1).status_code == 429   # all of a batch or none
+    never = running.post("/v1/completions", prompt=["a"] * 4, max_tokens=1)
+    assert never.status_code == 400 and "found 4 prompts, this server takes at most 3 at a time" in never.json()["error"]["message"]
+
+
+def test_a_batch_that_can_never_run_is_refused_before_it_is_encoded(serving, monkeypatch):
+    running = serving(num_slots=1, max_queue=2)
+    monkeypatch.setattr(type(TOKENIZER), "encode", lambda *_, **__: pytest.fail("encoded"))
+    assert running.post("/v1/completions", prompt=["a"] * 4).status_code == 400
 
 
 CHAT = {"messages": USER}
@@ -94,6 +106,9 @@ WRONG = {   # path, body, status, what the message says
     "image": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "image"),
     "effort": ("/v1/chat/completions", CHAT | {"reasoning_effort": "much"}, 400, "'much'"), "bias": ("/v1/chat/completions", CHAT | {"logit_bias": {"5": 1}}, 400, "logit_bias"),
     "top_logprobs alone": ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs"),
+    "no list": ("/v1/chat/completions", CHAT | {"top_logprobs": []}, 400, "top_logprobs"),
+    "no number": ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": {}}, 400, "logprobs"),
+    "stop ids": ("/v1/completions", {"prompt": "a", "stop_token_ids": {}}, 400, "stop_token_ids"),
     "named tool": ("/v1/chat/completions", CHAT | {"tool_choice": {"type": "function"}}, 400, "named tool"), "tools": ("/v1/chat/completions", CHAT | {"tools": 5}, 400, "tools"),
     "format": ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}, 400, "xml"), "model": ("/v1/chat/completions", CHAT | {"model": "x"}, 404, "'x'"),
     "no such route": ("/v1/embeddings", {}, 404, "no such route"), "method": ("/v1/models", {}, 405, ""),
@@ -144,6 +159,43 @@ def test_a_client_that_does_not_read_is_cut_off(serving):
         until(lambda: running.service.worker.in_flight == 8)
         until(lambda: running.service.worker.in_flight == 0, 20)
     assert len(running.backend.row_counts) < 3900 and running.http.get("/health").status_code == 200
+
+
+def test_a_document_that_nobody_reads_is_cut_off(serving):
+    running = serving(limits=Limits(write_s=0.5))
+    large = request("/tokenize", json.dumps({"prompt": "ab" * 1_000_000, "return_token_strs": True}).encode())
+    with raw(running, large, receive_buffer=4096):
+        until(lambda: running.server.server_state.connections, 20)
+        until(lambda: not running.server.server_state.connections, 30)
+
+
+def test_a_client_that_reads_slowly_is_waited_for():
+    """As long as what waits for it shrinks."""
+    kind, timers, aborted = _protocol(Limits(write_s=7)), [], []
+    connection, waiting = kind.__new__(kind), iter([900, 500, 499, 499])
+    connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)
+    connection.loop = SimpleNamespace(call_later=lambda *timer: timers.append(timer) or SimpleNamespace(cancel=timers.clear))
+    connection.transport = SimpleNamespace(get_write_buffer_size=lambda: next(waiting), abort=lambda: aborted.append(True))
+    connection.pause_writing()
+    for before in (900, 500, 499):
+        assert not aborted
+        seconds, call, seen = timers.pop()
+        assert (seconds, seen) == (7, before)
+        call(seen)
+    assert aborted and not timers
+    connection.transport.get_write_buffer_size = lambda: 900
+    connection.pause_writing()
+    connection.resume_writing()
+    assert not timers and len(aborted) == 1
+
+
+def test_a_path_cannot_break_a_line_of_the_log(serving, caplog):
+    running = serving()
+    with caplog.at_level("INFO", "k3cuda"):
+        found = running.http.get("/no%0aGET%1b[31m" + "x" * 9999)
+    assert found.status_code == 404 and len(found.text) < 500
+    until(lambda: any("/no%0aGET%1b[31mxx" in r.getMessage() for r in caplog.records))
+    assert not any(set("\n\x1b") & set(r.getMessage()) for r in caplog.records)
 
 
 def test_the_key(serving):

@@ -218,11 +218,11 @@ def _stops(name: str, value) -> tuple[str, ...]:
 
 def _ids(name: str, value) -> tuple[int, ...]:
     wanted = "a list of token ids"
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+    if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__iter__"):
         if value is not None:
             _refuse(name, value, wanted)
         return ()
-    ids = tuple(_integer(name, i, wanted) for i in value)
+    ids = tuple(dict.fromkeys(_integer(name, i, wanted) for i in value))   # each once: every token drawn is looked for in them
     if any(i < 0 for i in ids):
         _refuse(name, value, wanted)
     return ids

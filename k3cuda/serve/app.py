@@ -36,7 +36,12 @@ def make_app(service: Service):
 
 async def _no_route(http: HttpRequest, error: HTTPException) -> Response:
     words = "there is no such route" if error.status_code == 404 else str(error.detail)
-    return error_response(Refusal(error.status_code if error.status_code in (404, 405) else 400, f"{http.method} {http.url.path}: {words}"))
+    return error_response(Refusal(error.status_code if error.status_code in (404, 405) else 400, f"{http.method} {_shown_path(http.scope)}: {words}"))
+
+
+def _shown_path(scope) -> str:
+    """As it was sent: what is no letter is still escaped, so a path cannot break a line of the log."""
+    return scope["raw_path"].decode("latin-1")[:200]
 
 
 class Outside:
@@ -62,7 +67,7 @@ class Outside:
             await app(scope, receive, seen)
         finally:
             level = logging.DEBUG if scope["path"] in _OPEN else logging.INFO
-            log.log(level, "%s %s %d, %.0f ms", scope["method"], scope["path"][:200], 499 if scope.get("k3cuda_gone") else status,
+            log.log(level, "%s %s %d, %.0f ms", scope["method"], _shown_path(scope), 499 if scope.get("k3cuda_gone") else status,
                     1e3 * (time.monotonic() - start))
 
     def _may(self, scope) -> bool:

@@ -128,7 +128,7 @@ async def respond(http, service: Service, call: Call, events, document) -> Respo
         except BaseException:
             call.close()
             raise
-        return EventStream(events(), call.close, service.limits.write_s)
+        return EventStream(events(), call.close)
     try:
         outputs = await unless_gone(http.receive, call.outputs())
     finally:

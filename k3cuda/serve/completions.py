@@ -42,6 +42,8 @@ def _read(service: Service, data: bytes) -> Wish:
     prompts = as_prompts(fields.wanted(body, "prompt"))
     if not prompts:
         raise bad("prompt", "found an empty list, wanted text or token ids")
+    if len(prompts) > service.worker.capacity:   # before each of them costs kilobytes
+        raise bad("prompt", f"found {len(prompts)} prompts, this server takes at most {service.worker.capacity} at a time")
     ids = [service.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
     if not all(ids):
         raise PromptTooLong("the prompt is empty", "give at least one token")

@@ -86,8 +86,8 @@ def sampling(body: dict, *, max_tokens: int | None, logprobs: int | None) -> Sam
 def chat_logprobs(body: dict) -> int | None:
     """The number that SamplingParams takes."""
     if boolean(body, "logprobs"):
-        return body.get("top_logprobs") or 0
-    if body.get("top_logprobs"):
+        return 0 if body.get("top_logprobs") is None else body["top_logprobs"]
+    if body.get("top_logprobs") not in (None, 0):
         raise bad("top_logprobs", "needs logprobs; set it to true")
     return None
 

@@ -24,7 +24,7 @@ class Limits:
     Attributes:
         max_body: bytes of a body.
         body_s, header_s: seconds that a body, and the headers before it, may take to arrive.
-        write_s: seconds that a client may leave what it is sent unread.
+        write_s: seconds that a client may leave all that waits for it unread.
     """
 
     max_body: int = 32 << 20
@@ -120,20 +120,19 @@ class EventStream(Response):
     Args:
         pieces: the events, encoded, as they come.
         close: called once, whatever ended the stream.
-        write_s: seconds that a piece may wait for the client to read.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None], write_s: float):
+    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._pieces, self._close, self._write_s = pieces, close, write_s
+        self._pieces, self._close = pieces, close
 
     async def __call__(self, scope, receive, send) -> None:
         try:
             await unless_gone(receive, self._send(send))
-        except (ClientGone, TimeoutError, OSError):
+        except (ClientGone, OSError):
             scope["k3cuda_gone"] = True
         finally:
             self._close()
@@ -141,8 +140,7 @@ class EventStream(Response):
     async def _send(self, send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for piece in self._pieces:
-            async with asyncio.timeout(self._write_s):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -52,11 +52,11 @@ def open_service(model, arguments: dict, *, names, effort: str, max_queue: int, 
     return Service(opened[0], worker, metrics, tuple(names), effort, limits, api_key)
 
 
-def _protocol(header_s: float):
+def _protocol(limits: Limits):
     class Protocol(H11Protocol):
-        """uvicorn's, which waits for ever for headers that never end."""
+        """uvicorn's, which waits for ever for headers that never end, and for a client that reads nothing."""
 
-        header_timer = None
+        header_timer = unread_timer = None
 
         def connection_made(self, transport):
             super().connection_made(transport)
@@ -72,10 +72,11 @@ def _protocol(header_s: float):
 
         def connection_lost(self, exc):
             self._stop_waiting()
+            self._stop_watching()
             super().connection_lost(exc)
 
         def _wait_for_headers(self):
-            self.header_timer = self.loop.call_later(header_s, self._headers_late)
+            self.header_timer = self.loop.call_later(limits.header_s, self._headers_late)
 
         def _stop_waiting(self):
             if self.header_timer is not None:
@@ -87,6 +88,30 @@ def _protocol(header_s: float):
             if not self.transport.is_closing():
                 self.transport.close()
 
+        def pause_writing(self):
+            super().pause_writing()
+            self._watch()
+
+        def resume_writing(self):
+            self._stop_watching()
+            super().resume_writing()
+
+        def _watch(self):
+            self.unread_timer = self.loop.call_later(limits.write_s, self._unread, self.transport.get_write_buffer_size())
+
+        def _stop_watching(self):
+            if self.unread_timer is not None:
+                self.unread_timer.cancel()
+                self.unread_timer = None
+
+        def _unread(self, before: int):
+            # While writing is paused nothing is added, so what does not shrink is not read. close() would wait for it to be.
+            if self.transport.get_write_buffer_size() < before:
+                self._watch()
+            else:
+                self.unread_timer = None
+                self.transport.abort()
+
     return Protocol
 
 
@@ -96,7 +121,7 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, grace_s: float):
         self._service, self._grace_s = service, grace_s
         super().__init__(uvicorn.Config(
-            make_app(service), http=_protocol(service.limits.header_s), ws="none", lifespan="off", log_config=None, access_log=False,
+            make_app(service), http=_protocol(service.limits), ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=BACKLOG,
             timeout_graceful_shutdown=grace_s + LAST_WORDS_S))
 

@@ -87,13 +87,18 @@ class Worker:
         """Why nothing can be generated; None while it can."""
         return self.problem or (None if self._thread.is_alive() else "its thread ended")
 
+    @property
+    def capacity(self) -> int:
+        """Jobs that can be in flight."""
+        return self.ready.result().scheduler.num_slots + self._max_queue
+
     def submit(self, jobs: list[Job]) -> None:
         """Takes all of them or none. Refusal 429 where too many wait, 503 where nothing runs any more."""
         if self._stopping:
             raise Refusal(503, "the server is shutting down", code="shutting_down")
         if self.trouble is not None:
             raise Refusal(503, f"the engine is lost: {self.trouble}", code="engine_lost")
-        if self.in_flight + len(jobs) > self.ready.result().scheduler.num_slots + self._max_queue:
+        if self.in_flight + len(jobs) > self.capacity:
             raise Refusal(429, f"{self.in_flight} requests run or wait, {len(jobs)} more are too many; come again later", code="queue_full",
                           headers={"Retry-After": "1"})
         self._loop = asyncio.get_running_loop()

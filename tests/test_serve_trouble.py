@@ -172,18 +172,19 @@ def test_a_document_that_nobody_reads_is_cut_off(serving):
 def test_a_client_that_reads_slowly_is_waited_for():
     """As long as what waits for it shrinks."""
     kind, timers, aborted = _protocol(Limits(write_s=7)), [], []
-    connection, waiting = kind.__new__(kind), iter([900, 500, 499, 499])
+    connection, waiting = kind.__new__(kind), [900]
     connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)
     connection.loop = SimpleNamespace(call_later=lambda *timer: timers.append(timer) or SimpleNamespace(cancel=timers.clear))
-    connection.transport = SimpleNamespace(get_write_buffer_size=lambda: next(waiting), abort=lambda: aborted.append(True))
+    connection.transport = SimpleNamespace(get_write_buffer_size=lambda: waiting[-1], abort=lambda: aborted.append(True))
     connection.pause_writing()
-    for before in (900, 500, 499):
+    for now in (500, 499, 499):
         assert not aborted
-        seconds, call, seen = timers.pop()
-        assert (seconds, seen) == (7, before)
-        call(seen)
+        (seconds, call, before), = timers
+        timers.clear()
+        waiting.append(now)
+        call(before)
+        assert seconds == 7
     assert aborted and not timers
-    connection.transport.get_write_buffer_size = lambda: 900
     connection.pause_writing()
     connection.resume_writing()
     assert not timers and len(aborted) == 1

@@ -82,6 +82,11 @@ def test_what_is_in_the_way_is_told_before_a_model_is_looked_for(tmp_path):
     assert b"cannot listen at 203.0.113.1" in k3("serve", "demo", "--host", "203.0.113.1", code=2).stderr   # an address that no machine has
 
 
+@pytest.mark.parametrize("args, variables", [(("--api-key", ""), {}), ((), {"K3CUDA_API_KEY": ""}), (("--api-key", ""), {"K3CUDA_API_KEY": "secret"})])
+def test_an_empty_key_is_no_open_server(args, variables):
+    assert b"found an empty key" in k3("serve", "/no/such", *args, code=2, env=variables).stderr
+
+
 @pytest.mark.parametrize("name", ["uvicorn", "starlette"])
 def test_a_package_that_is_missing_is_named(monkeypatch, name):
     from click.testing import CliRunner

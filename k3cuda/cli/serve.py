@@ -1,4 +1,6 @@
 """`k3cuda serve`: an OpenAI-compatible server. docs/serve.md says how it runs and what it takes."""
+import os
+
 import click
 
 from ..errors import UsageError
@@ -40,6 +42,8 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefi
         raise UsageError(f"serve needs the package {e.name}, which is not installed", "pip install 'k3cuda[serve]'") from e
     from ..serve.http import Limits
 
+    if (os.environ.get("K3CUDA_API_KEY") if api_key is None else api_key) == "":   # a secret that was not filled in must not open the server
+        raise UsageError("--api-key: found an empty key", "give one, or neither the flag nor K3CUDA_API_KEY for a server without")
     effort, engine = options.effort(reasoning_effort, False, model), options.engine_arguments(engine)
     if no_enable_prefix_caching:
         prefix_cache = 0

@@ -41,16 +41,25 @@ def start(*args, **options) -> subprocess.Popen:
 
 
 def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
-    """Output and exit code on a terminal. `typed`: pairs of what to wait for in the output, and the bytes to type then."""
+    """Output and exit code on a terminal. `typed`: pairs of what to wait for in the output, and the bytes to type then.
+
+    An interrupt that comes between readline's prompt and its wait for a key is heard with the next one only (CPython looks for signals where the
+    wait is broken off): where nothing follows for long, it is typed once more, as a person would.
+    """
     pid, fd = pty.fork()
     if pid == 0:
         hears_interrupts()
         os.execve(sys.executable, [*COMMAND, *map(str, args)], ENVIRONMENT | {"TERM": "xterm"} | (env or {}))
     out, seen, typed, deadline = b"", 0, list(typed), time.monotonic() + 120
+    last, since = b"", 0.0
     while time.monotonic() < deadline:
         if typed and typed[0][0] in out[seen:]:
             seen = len(out)
-            os.write(fd, typed.pop(0)[1])
+            last, since = typed.pop(0)[1], time.monotonic()
+            os.write(fd, last)
+        elif last == b"\x03" and time.monotonic() - since > 20:
+            since = time.monotonic()
+            os.write(fd, last)
         if select.select([fd], [], [], 0.1)[0]:
             try:
                 data = os.read(fd, 65536)
@@ -58,7 +67,7 @@ def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
                 break
             if not data:
                 break
-            out += data
+            out, since = out + data, time.monotonic()
     else:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

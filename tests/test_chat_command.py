@@ -168,8 +168,8 @@ def test_on_a_terminal_a_wrong_command_is_no_end():
 
 def test_conversation_on_a_terminal():
     # The first answer is interrupted, the second turn too long and taken back, the third answered; then the end of input.
-    typed = [(b"> ", b"hello\r"), (b"hello\r\n", b""), (b"", b"\x03"), (b"> ", b"x" * 400 + b"\r"), (b"> ", b"bye\r"), (b"> ", b"\x04")]
-    out, code = on_terminal("chat", "demo", "-s", 1, "--ignore-eos", "-c", 200, typed=typed)
+    typed = [(b"> ", b"hello\r"), (b"\x1b[2m", b"\x03"), (b"> ", b"x" * 700 + b"\r"), (b"> ", b"bye\r"), (b"> ", b"\x04")]
+    out, code = on_terminal("chat", "demo", "-s", 1, "--ignore-eos", "-c", 600, "--reasoning-effort", "low", typed=typed)
     assert code == 0 and "stopped" in out and "Error: the prompt has" in out and out.count("> ") >= 4 and "end: length" in out
 
 
@@ -186,7 +186,7 @@ def test_an_interrupted_answer_stays_and_is_gone_on_from(tmp_path):
 
 
 def test_second_interrupt_leaves():
-    out, code = on_terminal("chat", "demo", "--ignore-eos", "--reasoning-effort", "low", typed=[(b"> ", b"hello\r"), (b"\x1b[2m", b"\x03"), (b"> ", b"\x03")])
+    out, code = on_terminal("chat", "demo", "-s", 1, "--ignore-eos", "--reasoning-effort", "low", typed=[(b"> ", b"hello\r"), (b"\x1b[2m", b"\x03"), (b"> ", b"\x03")])
     assert code == 130 and "Traceback" not in out
     arm_signals()
     try:

@@ -142,7 +142,7 @@ USAGE = {   # arguments -> exit code, and what stderr must say
     "two models": (["generate", "demo", "-m", "other", "-p", "x"], 2, "two models"),
     "no such file": (["generate", "demo", "-f", "/no/such"], 2, "/no/such: cannot be read"),
     "unknown flag": (["generate", "demo", "-p", "x", "--nonsense"], 2, "--nonsense"),
-    "flag of a later version": (["generate", "demo", "-p", "x", "--gpu-memory-utilization", "1"], 2, "a GPU memory budget is not in this version yet"),
+    "less of a GPU": (["generate", "demo", "-p", "x", "--gpu-memory-utilization", "0.5"], 2, "found '0.5', wanted 0.9 to 1, since this version has no budget for GPU memory"),
     "range": (["generate", "demo", "-p", "x", "-t", "2.5"], 2, "temperature: found 2.5, wanted a number from 0 to 2"),
     "not a number": (["generate", "demo", "-p", "x", "--top-p", "nan"], 2, "top_p: found nan"),
     "raw with effort": (["generate", "demo", "-p", "x", "--raw", "--no-think"], 2, "--raw and --no-think"),

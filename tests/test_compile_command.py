@@ -20,6 +20,7 @@ from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import cuda_backend, cuda_jit, cuda_kernels  # noqa: E402
 from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
+from k3cuda.runtime.loading import Loading  # noqa: E402
 
 compile_module = sys.modules["k3cuda.cli.compile"]   # the package has the command by that name
 MODEL = ROOT / "tests/data/k3-headdims"
@@ -56,7 +57,7 @@ def test_the_backend_finds_it_and_compiles_nothing(filled, monkeypatch, tmp_path
     monkeypatch.setattr(cuda_jit, "_run", lambda *args: pytest.fail("it compiles"))
     monkeypatch.setattr(cuda_backend, "BucketKernels", lambda plan, rows, compiled, ride: SimpleNamespace(compiled=compiled))
     be = object.__new__(CudaBackend)
-    be.plan, be.kv_cache_dtype, be.device, be.ride, be.probes, be._kernels = build_plan(headdims().cfg, 1), "bf16", H200, True, NO_PROBES, {}
+    be.plan, be.kv_cache_dtype, be.device, be.ride, be.probes, be._kernels, be._loading = build_plan(headdims().cfg, 1), "bf16", H200, True, NO_PROBES, {}, Loading()
     for rows in (1, 2):
         compiled = be.kernels(rows).compiled
         assert compiled.from_cache and compiled.folder.parent == folder

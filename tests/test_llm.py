@@ -12,8 +12,9 @@ from scripted import CLOSED, END, GREEDY, THOUGHT, TOKENIZER, USER, fake  # noqa
 import k3cuda
 from k3cuda import LLM, SamplingParams
 from k3cuda.errors import CheckpointError, ConfigError, DeviceError, NumericalError, OutOfMemory, RequestError, UsageError
-from k3cuda.runtime import cuda_driver, preflight
+from k3cuda.runtime import cuda_driver, open_model, preflight
 from k3cuda.runtime.answer import AnswerParser
+from k3cuda.runtime.machine import Driver, Gpu
 from k3cuda.runtime.numpy_backend import NumpyBackend
 from k3cuda.runtime.reasoning_stops import ReasoningStops
 
@@ -218,6 +219,7 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(monkeypatch):
         return backend
 
     monkeypatch.setattr(cuda_driver, "require_gpu", lambda: None)
+    monkeypatch.setattr(open_model, "probe_driver", lambda: Driver("1", "13.0", (Gpu(0, "A", "9.0", 10 ** 10),)))
     monkeypatch.setitem(sys.modules, "k3cuda.runtime.cuda_backend", SimpleNamespace(CudaBackend=gpu_backend))
     monkeypatch.setattr(preflight, "host", lambda: {"memory_free_bytes": 1, "memory_limit_bytes": None})
     with LLM("demo", decode_backend="standard") as llm:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command import ROOT
+from rank_oracle import check_moves
 from rank_processes import ends, free_port, start
 
 from k3cuda.buffers import DTYPE_BYTES, buffer_shape
@@ -17,7 +18,6 @@ from k3cuda.emit import arena_offsets, layout_of
 from k3cuda.errors import DeviceError, UsageError
 from k3cuda.plan import build_plan
 from k3cuda.runtime import nccl
-from k3cuda.runtime.collectives import VirtualRanks
 from k3cuda.runtime.made_config import made_config
 from k3cuda.stages import GATHER, SCATTER, STACK
 from k3cuda.tables import tables_of
@@ -164,22 +164,7 @@ def test_parts_arrive_as_between_virtual_ranks(tp):
     lib, rng = MovesMemory(tp), np.random.default_rng(0)
     comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, tp, lib) for r in range(tp)]
     ranks = [nccl.NcclRanks(comm, np, 77) for comm in comms]
-    for shape in ((3, 8), (1, 4), (2, 5, 12)):
-        sources = [rng.normal(size=shape).astype(np.float32) for _ in range(tp)]
-        for name in ("gather", "scatter"):
-            got = [None] * tp
-
-            def run(r, name=name, got=got, sources=sources):
-                got[r] = getattr(ranks[r], name)([sources[r]])[0]
-
-            threads = [threading.Thread(target=run, args=(r,)) for r in range(tp)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for mine, wanted in zip(got, getattr(VirtualRanks(tp), name)(sources), strict=True):
-                for a, b in zip(mine, wanted, strict=True):
-                    np.testing.assert_array_equal(a, b)
+    check_moves(ranks, ((3, 8), (1, 4), (2, 5, 12)), rng)
     with pytest.raises(DeviceError, match="NCCL on rank 1: remote process exited"):
         comms[1].check()
     comms[1].close()

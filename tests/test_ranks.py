@@ -14,7 +14,7 @@ from k3cuda import LLM, SamplingParams
 from k3cuda.errors import ConfigError, DeviceError, RankDied, RanksDiffer, UsageError
 from k3cuda.runtime import rank_watch, wire
 from k3cuda.runtime.backend import DraftAsk, Judge, Judged
-from k3cuda.runtime.collectives import TcpRanks, VirtualRanks
+from k3cuda.runtime.collectives import TcpRanks
 from k3cuda.runtime.launch import Launch
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
@@ -25,6 +25,7 @@ from k3cuda.runtime.rendezvous import Joined
 from k3cuda.runtime.sampling import Draw, Drawn
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from models import step_rows
+from rank_oracle import check_moves
 
 IDS = [5, 80, 200, 3, 41, 7, 300, 12]
 SIZES = {"max_model_len": 128, "max_batch": 2}
@@ -123,22 +124,7 @@ def test_collectives_move_alike():
     tp, rng = 3, np.random.default_rng(0)
     pairs = {r: socket.socketpair() for r in range(1, tp)}
     ranks = [TcpRanks(0, tp, {r: pair[0] for r, pair in pairs.items()})] + [TcpRanks(r, tp, {0: pairs[r][1]}) for r in range(1, tp)]
-    for shape in ((2, 6), (1, 4, 9), (5, 3), (0, 6)):
-        sources = [rng.normal(size=shape).astype(np.float32) for _ in range(tp)]
-        for name in ("gather", "scatter"):
-            want, got = getattr(VirtualRanks(tp), name)(sources), [None] * tp
-
-            def run(r, name=name, got=got, sources=sources):
-                got[r] = getattr(ranks[r], name)([sources[r]])[0]
-
-            threads = [threading.Thread(target=run, args=(r,)) for r in range(tp)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for r in range(tp):
-                for a, b in zip(got[r], want[r], strict=True):
-                    np.testing.assert_array_equal(a, b)
+    check_moves(ranks, ((2, 6), (1, 4, 9), (5, 3), (0, 6)), rng)
     for pair in pairs.values():
         pair[0].close()
         pair[1].close()

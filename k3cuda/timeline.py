@@ -61,14 +61,13 @@ def exchange_us(nbytes: int, busy: float) -> float:
     return busy * loaded + (1 - busy) * idle
 
 
-def own_us(schedule: Schedule, index: int) -> float:
-    """What a phase takes behind its last byte."""
-    phase = schedule.phases[index]
-    own = sum(OWN.get(name, (0.0, 0.0))[schedule.rows > 1] for name in phase.does)
-    return own + _chain(phase)
+def _own(phase: Phase, rows: int) -> float:
+    """What the stages of a phase take beside their products: before the copies of a chosen phase, behind the last byte of any other."""
+    return sum(OWN.get(name, (0.0, 0.0))[rows > 1] for name in phase.does)
 
 
 def _chain(phase: Phase) -> float:
+    """What a product takes behind its last byte."""
     return phase.steps * STEP + TAIL if phase.steps else 0.0
 
 
@@ -77,9 +76,9 @@ def simulate(schedule: Schedule, tb_s: float = 4.48, hop_us: float = 0.0) -> Tim
 
     Whether a hand-over meets streaming weights depends on the hand-overs before it: settled by running several times.
     """
-    busy = np.ones(len(schedule.phases))
+    busy, loads = np.ones(len(schedule.phases)), _loads(schedule)
     for _ in range(ROUNDS):
-        found, streamed = _run(schedule, tb_s, hop_us, busy)
+        found, streamed = _run(schedule, loads, tb_s, hop_us, busy)
         ends = np.array([span.end for span in found.spans])
         busy = np.array([_overlap(streamed, end, end + IDLE_EXCHANGE[0]) for end in ends])
     return found
@@ -90,11 +89,11 @@ def _overlap(intervals: np.ndarray, begin: float, end: float) -> float:
     return float(np.clip(np.minimum(intervals[:, 1], end) - np.maximum(intervals[:, 0], begin), 0, None).sum() / (end - begin))
 
 
-def _run(schedule: Schedule, tb_s: float, hop_us: float, busy: np.ndarray) -> tuple[Timeline, np.ndarray]:
+def _run(schedule: Schedule, loads: tuple, tb_s: float, hop_us: float, busy: np.ndarray) -> tuple[Timeline, np.ndarray]:
     """One round, and the times [n, 2] in which the first block had copies in flight."""
     grid, phases = schedule.grid, schedule.phases
     blocks, rate = grid.sms, tb_s * 1e6 / grid.sms          # bytes a microsecond of one block
-    units, copies, nbytes = _loads(schedule)
+    units, copies, nbytes = loads
     slots, window = max(1, grid.ring // grid.copy), max(1, grid.window // grid.copy)
     landed, taken = np.zeros((blocks, slots)), np.zeros((blocks, slots))
     issued, stream, drained, number = np.zeros(blocks), np.zeros(blocks), np.zeros(blocks), np.zeros(blocks, int)
@@ -103,7 +102,7 @@ def _run(schedule: Schedule, tb_s: float, hop_us: float, busy: np.ndarray) -> tu
         ready = max((spans[w.phase].end + exchange_us(w.block_bytes, busy[w.phase]) + hop_us * w.crosses for w in phase.waits), default=0.0)
         count, size = copies[index], nbytes[index] / np.maximum(copies[index], 1)
         if phase.chosen and not (index and phases[index - 1].chosen and phases[index - 1].layer == phase.layer):
-            known = ready + own_us(schedule, index) - _chain(phase)
+            known = ready + _own(phase, schedule.rows)
         drain = DRAIN["mxfp4" if phase.chosen else "bf16"] * 1e3
         for copy in range(count.max(initial=0)):
             working = copy < count
@@ -122,7 +121,7 @@ def _run(schedule: Schedule, tb_s: float, hop_us: float, busy: np.ndarray) -> tu
                 else:
                     flights.append([start[0], land[0]])
         works = units[index] > 0
-        end = np.where(count > 0, drained, ready) + (_chain(phase) if phase.chosen else own_us(schedule, index))
+        end = np.where(count > 0, drained, ready) + _chain(phase) + (0.0 if phase.chosen else _own(phase, schedule.rows))
         ends[index][works] = end[works]
         spans.append(Span(index, ready, float(end[works].min()), float(end[works].max()), float(stream[works].max())))
     return Timeline(tuple(spans), ends, spans[-1].end, sum(sum(p.units) for p in phases)), np.array(flights)

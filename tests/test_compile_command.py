@@ -17,7 +17,7 @@ from test_jit import spilling  # noqa: E402
 from k3cuda.cli import main  # noqa: E402
 from k3cuda.emit import NO_PROBES  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
-from k3cuda.runtime import cuda_backend, cuda_jit, cuda_kernels  # noqa: E402
+from k3cuda.runtime import cuda_graphs, cuda_jit, cuda_kernels  # noqa: E402
 from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402
@@ -55,7 +55,7 @@ def test_the_backend_finds_it_and_compiles_nothing(filled, monkeypatch, tmp_path
     monkeypatch.setenv("K3CUDA_CUBIN_DIR", str(folder))
     monkeypatch.setenv("K3CUDA_CACHE_DIR", str(tmp_path / "unused"))
     monkeypatch.setattr(cuda_jit, "_run", lambda *args: pytest.fail("it compiles"))
-    monkeypatch.setattr(cuda_backend, "BucketKernels", lambda plan, rows, compiled, ride: SimpleNamespace(compiled=compiled))
+    monkeypatch.setattr(cuda_graphs, "BucketKernels", lambda plan, rows, compiled, ride: SimpleNamespace(compiled=compiled))
     be = object.__new__(CudaBackend)
     be.plan, be.kv_cache_dtype, be.device, be.ride, be.probes, be._kernels, be._loading = build_plan(headdims().cfg, 1), "bf16", H200, True, NO_PROBES, {}, Loading()
     for rows in (1, 2):

@@ -8,21 +8,21 @@ import ml_dtypes
 import numpy as np
 
 from ..buffers import KV_BYTES
-from ..config import MAX_ROWS, PAGE_SIZE, K3Config
-from ..emit import NO_PROBES, Probes, launches_of
+from ..config import MAX_ROWS, PAGE_SIZE
+from ..emit import NO_PROBES, Probes
 from ..errors import ConfigError, PlanError, UsageError
-from ..plan import Op, Plan, build_plan
+from ..plan import build_plan
 from ..reference.sample import sample_row
-from . import cuda_weights
 from .backend import StepCounts, StepRows, check_buffer, check_room
-from .cuda_driver import Launch, open_device
-from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
+from .cuda_driver import open_device
+from .cuda_graphs import StepGraphs
+from .cuda_kernels import bucket_of
 from .cuda_memory import PageTables, RankMemory, fitting_length
 from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
+from .cuda_upload import upload
 from .loading import Loading
 from .machine import STANDARD
-from .repacked import RepackedModel, packed_ops
 from .row_check import RowCheck
 from .sampling import Draw, Drawn
 from .step_room import MEMORY_UTILIZATION
@@ -31,7 +31,7 @@ KDA_HEAD_DIM = 128  # a warp holds a leaf of four keys a lane (kda_state.cuh)
 _KV_DTYPES = {"auto": "bf16"} | {name: name for name in KV_BYTES}
 
 
-class CudaBackend:
+class CudaBackend(StepGraphs):
     """runtime/backend.py on one NVIDIA GPU.
 
     Args:
@@ -61,22 +61,15 @@ class CudaBackend:
         head = source.cfg.linear_attn_config.head_dim
         if head != KDA_HEAD_DIM:
             raise ConfigError(f"linear_attn_config.head_dim: found {head}, the kernels are built for {KDA_HEAD_DIM}", "use the reference backend")
-        self.device, self.ride, self.probes = open_device(self.device_index), ride, probes
-        self.gpu = self.device.name
-        self.cfg: K3Config = source.cfg
-        self.plan: Plan = build_plan(self.cfg, tp)
+        device, loading = open_device(self.device_index), loading or Loading()
+        self.gpu, self.cfg = device.name, source.cfg
+        super().__init__(build_plan(self.cfg, tp), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
         self.tp, self.num_slots, self.max_rows = tp, max_batch, self.most_rows
-        self.kv_cache_dtype = _KV_DTYPES[kv_cache_dtype]
         self.ranks = "virtual" if only_rank is None else "loopback"
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._raw_stream = self.stream.__cuda_stream__()[1]
         owned = list(range(tp)) if only_rank is None else [only_rank]
         self._owned, self._utilization, self._limit = owned, memory_utilization, memory_limit
-        self._loading = loading or Loading()
-        upload = weights or functools.partial(_upload, loading=self._loading)
-        self._weights = [upload(self.plan, source, tp, r) for r in owned]
-        self._graphs: dict[tuple, object] = {}
-        self._kernels: dict[int, BucketKernels] = {}
+        make = weights or functools.partial(upload, loading=loading)
+        self._weights = [make(self.plan, source, tp, r) for r in owned]
         self._is_lent = False   # whether a caller has buffers
         self.counts = StepCounts()
         self.memories, self._io = [], None
@@ -210,9 +203,7 @@ class CudaBackend:
 
     def close(self) -> None:
         self._unbind()
-        for kernels in self._kernels.values():
-            kernels.close()
-        self._kernels.clear()
+        self.close_kernels()
         self._weights = []
         cupy.get_default_memory_pool().free_all_blocks()
 
@@ -225,74 +216,7 @@ class CudaBackend:
         """Sets input buffers by name; those that stand behind the first of them are loaded too, as they were set last."""
         self._io.write(**values)
 
-    # ---- kernels and graphs ----
-
-    def kernels(self, bucket: int) -> BucketKernels:
-        if bucket not in self._kernels:
-            with self._loading.phase("compile"):
-                compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride, probes=self.probes)
-            self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
-        return self._kernels[bucket]
-
-    def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False) -> list[tuple[Op, list[Launch]]]:
-        """(operation, its launches) of a step or a commit in order, rank after rank for each kernel; each may begin under the one before it.
-
-        The launch of a commit is for every layer. `follows`: another launch stands before the first of them.
-        """
-        kernels, out, count = self.kernels(bucket), [], 0
-        for op in self.plan.ops if what == "step" else self.plan.commit[:1]:
-            group = []
-            for name, first_row in launches_of(op.stage, self.plan, bucket, self.ride):
-                for memory, step in zip(self.memories, self._steps if name in kernels.shapes else ()):
-                    args = memory.op_struct(op, first_row)
-                    args.launch = count
-                    group.append(kernels.launch(name, step, args, self._raw_stream, dependent=overlap and (follows or count > 0)))
-                    count += 1
-            if group:
-                out.append((op, group))
-        return out
-
-    def _whole(self, bucket: int, half: Half) -> list[tuple[Op | None, list[Launch]]]:
-        """Load, step, commit and draw; what stands around a step is no operation."""
-        draw = [] if self._io.no_sampler else [self._io.sample_launch(half, min(bucket, self._io.head_rows), dependent=True)]
-        return [(None, [self._io.load_launch(half)]), *self.launches("step", bucket, follows=True), *self.launches("commit", bucket, follows=True), (None, draw)]
-
-    def _graph(self, what: str, bucket: int, half: Half | None = None):
-        """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use."""
-        key = (what, bucket) if half is None else (what, bucket, half.index)
-        if key not in self._graphs:
-            launches = self.launches(what, bucket) if half is None else self._whole(bucket, half)
-            with self._loading.phase("capture"), self.stream:
-                self.stream.begin_capture()
-                for _, group in launches:
-                    for launch in group:
-                        launch.launch()
-                graph = self.stream.end_capture()
-            self._graphs[key] = graph, launches
-        return self._graphs[key]
-
-    def _replay(self, what: str, bucket: int, half: Half | None = None) -> None:
-        graph, launches = self._graph(what, bucket, half)
-        if self.trace and what == "step":
-            self.trace.names = [(launch.kernel, op.layer) for op, group in launches for launch in group]
-        graph.launch(self.stream)
-
-
 def inputs_of(rows: StepRows) -> dict[str, np.ndarray]:
     """Input buffers of a step that takes all its rows for accepted."""
     return {"token_ids": rows.token_ids, "row_slot": rows.slots, "row_position": rows.positions, "logit_rows": rows.logit_rows,
             "row_accepted": np.ones(len(rows), np.uint8)}
-
-
-def _upload(plan: Plan, source, tp: int, rank: int, loading: Loading) -> dict:
-    """(layer, stage) -> packed arrays on the device."""
-    if isinstance(source, RepackedModel):
-        return {key: [cupy.asarray(a) for a in arrays] for key, arrays in packed_ops(plan, source, rank, loading)}
-    held, ops = {}, {}
-    for op in plan.ops:
-        ops.setdefault(op.layer, []).append(op)
-    for unit, slices in loading.slices(source, tp, range(rank, rank + 1)):
-        for op in ops.get(unit.layer, ()):
-            if arrays := cuda_weights.op_arrays(op, source.cfg, tp, lambda name: slices[name][0]):
-                held[op.layer, op.stage.name] = [cupy.asarray(np.ascontiguousarray(a).view(np.uint8).reshape(-1)) for a in arrays]
-    return held

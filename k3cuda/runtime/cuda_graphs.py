@@ -1,0 +1,85 @@
+"""Kernels of a backend's steps, and graphs of them: what CudaBackend launches, apart from what it is asked."""
+from ..emit import Probes, launches_of
+from ..plan import Op, Plan
+from .cuda_driver import Device, Launch
+from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
+from .cuda_memory import RankMemory
+from .cuda_step_io import Half, StepIO
+from .cuda_trace import TraceMemory
+from .loading import Loading
+
+
+class StepGraphs:
+    """The launches of a backend, which sets the rest of what they are made from.
+
+    Args:
+        plan: of the step. device: `cuda_driver.Device`. stream: that all of it runs on.
+        kv_cache_dtype, ride, probes: as CudaBackend. loading: counts the seconds of compiling and capturing.
+    """
+
+    memories: list[RankMemory]   # of the ranks on this GPU
+    _steps: list                 # their `struct Step`
+    _io: StepIO
+    trace: TraceMemory | None
+
+    def __init__(self, plan: Plan, device: Device, stream, kv_cache_dtype: str, ride: bool, probes: Probes, loading: Loading):
+        self.plan, self.device, self.stream, self.kv_cache_dtype, self.ride, self.probes = plan, device, stream, kv_cache_dtype, ride, probes
+        self._loading, self._raw_stream = loading, stream.__cuda_stream__()[1]
+        self._graphs: dict[tuple, object] = {}
+        self._kernels: dict[int, BucketKernels] = {}
+
+    def close_kernels(self) -> None:
+        """Graphs must be gone."""
+        for kernels in self._kernels.values():
+            kernels.close()
+        self._kernels.clear()
+
+    def kernels(self, bucket: int) -> BucketKernels:
+        if bucket not in self._kernels:
+            with self._loading.phase("compile"):
+                compiled = compile_bucket(self.plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, ride=self.ride, probes=self.probes)
+            self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
+        return self._kernels[bucket]
+
+    def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False) -> list[tuple[Op, list[Launch]]]:
+        """(operation, its launches) of a step or a commit in order, rank after rank for each kernel; each may begin under the one before it.
+
+        The launch of a commit is for every layer. `follows`: another launch stands before the first of them.
+        """
+        kernels, out, count = self.kernels(bucket), [], 0
+        for op in self.plan.ops if what == "step" else self.plan.commit[:1]:
+            group = []
+            for name, first_row in launches_of(op.stage, self.plan, bucket, self.ride):
+                for memory, step in zip(self.memories, self._steps if name in kernels.shapes else ()):
+                    args = memory.op_struct(op, first_row)
+                    args.launch = count
+                    group.append(kernels.launch(name, step, args, self._raw_stream, dependent=overlap and (follows or count > 0)))
+                    count += 1
+            if group:
+                out.append((op, group))
+        return out
+
+    def _whole(self, bucket: int, half: Half) -> list[tuple[Op | None, list[Launch]]]:
+        """Load, step, commit and draw; what stands around a step is no operation."""
+        draw = [] if self._io.no_sampler else [self._io.sample_launch(half, min(bucket, self._io.head_rows), dependent=True)]
+        return [(None, [self._io.load_launch(half)]), *self.launches("step", bucket, follows=True), *self.launches("commit", bucket, follows=True), (None, draw)]
+
+    def _graph(self, what: str, bucket: int, half: Half | None = None):
+        """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use."""
+        key = (what, bucket) if half is None else (what, bucket, half.index)
+        if key not in self._graphs:
+            launches = self.launches(what, bucket) if half is None else self._whole(bucket, half)
+            with self._loading.phase("capture"), self.stream:
+                self.stream.begin_capture()
+                for _, group in launches:
+                    for launch in group:
+                        launch.launch()
+                graph = self.stream.end_capture()
+            self._graphs[key] = graph, launches
+        return self._graphs[key]
+
+    def _replay(self, what: str, bucket: int, half: Half | None = None) -> None:
+        graph, launches = self._graph(what, bucket, half)
+        if self.trace and what == "step":
+            self.trace.names = [(launch.kernel, op.layer) for op, group in launches for launch in group]
+        graph.launch(self.stream)

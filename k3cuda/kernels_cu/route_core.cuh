@@ -10,6 +10,12 @@
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __clz(u32 v) { return __builtin_clz(v); }
 inline void atomicOr(u32* p, u32 v) { __atomic_fetch_or(p, v, __ATOMIC_ACQ_REL); }
+inline u32 warp_min(u32 v) {
+  for (int d = 1; d < kWarpSize; d *= 2) v = std::min(v, __shfl_xor_sync(kFullWarp, v, d));
+  return v;
+}
+#else
+K3_DEVICE u32 warp_min(u32 v) { return __reduce_min_sync(kFullWarp, v); }
 #endif
 
 K3_DEVICE u32 rising_key(float v) {
@@ -24,45 +30,49 @@ struct RouteShape {
   static constexpr int kExperts = kExperts_, kTopK = kTopK_, kThreads = kThreads_, kWarps = kThreads / kWarpSize;
   static constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;        // experts of a thread: kThreads apart
   static constexpr int kList = 2 * kWarpSize;
-  static_assert(kTopK <= kWarpSize && kTopK <= kExperts, "a choice is a lane");
+  static_assert(kTopK <= kWarpSize && kTopK <= kExperts && kTopK <= kThreads, "a choice is a lane, and the bound on it that of a thread");
 };
 
 template <class S>
-struct RouteSmem {
-  u64 best[S::kThreads], least[S::kWarps], list[S::kList];
+struct __align__(16) RouteSmem {
+  u64 list[S::kList];
+  u32 best[S::kThreads], least[S::kWarps];
   u32 keys[S::kExperts];
   float scores[S::kExperts];
   int count, chosen[kWarpSize];
 };
 
 // The kTopK best of the block's keys to chosen[0..kTopK), best first, for the first warp. key: of this thread's experts.
-// The kTopK-th best of a warp's 32 lanes' best is no better than the kTopK-th best of all, so what is worse than any warp's is out: some
-// twenty of a big model's experts stay, and are ranked by counting who is better. More than the list holds (an ordered input can do it):
-// one after the other. Loops are rolled where they can be: this runs once, and its instructions come from far away.
+// The kTopK-th best of the threads' best is no better than the kTopK-th best of all, so what is worse is out: some seventeen of a big
+// model's experts stay, and are ranked by counting who is better. More than the list holds (many equal keys do it): one after the
+// other, ten times as slow. Loops are rolled where they can be: this runs once, and its instructions come from far away.
 template <class S>
 K3_DEVICE void choose(const u32 (&key)[S::kOwn], RouteSmem<S>& m) {
   const int tid = threadIdx.x, lane = lane_id();
-  auto own = [&](int i) -> u64 { return i * S::kThreads + tid < S::kExperts ? candidate(key[i], i * S::kThreads + tid) : 0; };   // 0: less than any
-  u64 best = 0;
+  auto has = [&](int i) { return i * S::kThreads + tid < S::kExperts; };
+  u32 best = 0;
   K3_UNROLL
-  for (int i = 0; i < S::kOwn; ++i) best = own(i) > best ? own(i) : best;
+  for (int i = 0; i < S::kOwn; ++i) best = has(i) && key[i] > best ? key[i] : best;
   m.best[tid] = best;
   for (int i = tid; i < S::kList; i += S::kThreads) m.list[i] = 0;
   if (tid == 0) m.count = 0;
-  __syncwarp();
+  __syncthreads();
   int better = 0;
 #pragma unroll 8
-  for (int i = 0; i < kWarpSize; ++i) better += m.best[tid - lane + i] > best;
-  u32 last = __ballot_sync(kFullWarp, better == S::kTopK - 1);
-  u64 least = last ? __shfl_sync(kFullWarp, best, 31 - __clz(last)) : 0;   // fewer lanes than choices: everything may come
+  for (int i = 0; i < S::kThreads / 4; ++i) {
+    uint4 b = ((const uint4*)m.best)[i];
+    better += (b.x > best) + (b.y > best) + (b.z > best) + (b.w > best);
+  }
+  u32 least = warp_min(better < S::kTopK ? best : ~0u);
   if (lane == 0) m.least[warp_id()] = least;
   __syncthreads();
-  for (int w = 0; w < S::kWarps; ++w) least = m.least[w] > least ? m.least[w] : least;
+  K3_UNROLL
+  for (int w = 0; w < S::kWarps; ++w) least = m.least[w] < least ? m.least[w] : least;
   K3_UNROLL
   for (int i = 0; i < S::kOwn; ++i) {
-    if (own(i) == 0 || own(i) < least) continue;
+    if (!has(i) || key[i] < least) continue;
     int at = atomicAdd(&m.count, 1);            // in any order: the rank alone counts
-    if (at < S::kList) m.list[at] = own(i);
+    if (at < S::kList) m.list[at] = candidate(key[i], i * S::kThreads + tid);
   }
   __syncthreads();
   if (warp_id()) return;

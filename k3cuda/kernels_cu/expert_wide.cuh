@@ -9,8 +9,10 @@
 template <int kLeaves_, int kGroups_, int kMaxItems_, int kRun_ = 8>
 struct ExpertItemsShape {
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRun = kRun_;
-  static constexpr int kWarps = 16, kThreads = kWarps * kWarpSize, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 ? 2 : 1;
-  static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair, kSlots = min_of(8, 220 * 1024 / (kWarps * (kChunk + 8)));
+  static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 16 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
+  static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair;
+  static constexpr int kWarps = min_of(16, kRing / (2 * (kChunk + 8))), kThreads = kWarps * kWarpSize;   // fewer where leaves are long
+  static constexpr int kSlots = min_of(8, kRing / (kWarps * (kChunk + 8)));
   static constexpr int kBarrierAt = kWarps * kSlots * kChunk, kSmem = kBarrierAt + kWarps * kSlots * 8;
   static_assert(kSlots >= 2 && kRun % kPair == 0, "one chunk comes while another is multiplied");
 };

@@ -10,9 +10,10 @@ import numpy as np
 from ..buffers import KV_BYTES
 from ..config import MAX_ROWS, PAGE_SIZE
 from ..emit import NO_PROBES, Probes
-from ..errors import ConfigError, PlanError, UsageError
+from ..errors import ConfigError, K3Error, PlanError, UsageError
 from ..plan import build_plan
 from ..reference.sample import sample_row
+from ..weights import check_tp
 from .backend import StepCounts, StepRows, check_buffer, check_room
 from .cuda_driver import open_device
 from .cuda_graphs import StepGraphs
@@ -21,13 +22,13 @@ from .cuda_memory import PageTables, RankMemory, fitting_length
 from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
 from .cuda_upload import upload
+from .kernel_sizes import size_misfits
 from .loading import Loading
 from .machine import STANDARD
 from .row_check import RowCheck
 from .sampling import Draw, Drawn
 from .step_room import MEMORY_UTILIZATION
 
-KDA_HEAD_DIM = 128  # a warp holds a leaf of four keys a lane (kda_state.cuh)
 _KV_DTYPES = {"auto": "bf16"} | {name: name for name in KV_BYTES}
 
 
@@ -58,9 +59,9 @@ class CudaBackend(StepGraphs):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
-        head = source.cfg.linear_attn_config.head_dim
-        if head != KDA_HEAD_DIM:
-            raise ConfigError(f"linear_attn_config.head_dim: found {head}, the kernels are built for {KDA_HEAD_DIM}", "use the reference backend")
+        check_tp(source.cfg, tp)
+        if misfits := size_misfits(source.cfg, tp):
+            raise ConfigError(f"the kernels are not built for this model: {'; '.join(misfits)}", "use the reference backend")
         device, loading = open_device(self.device_index), loading or Loading()
         self.gpu, self.cfg = device.name, source.cfg
         super().__init__(build_plan(self.cfg, tp), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
@@ -73,7 +74,12 @@ class CudaBackend(StepGraphs):
         self._is_lent = False   # whether a caller has buffers
         self.counts = StepCounts()
         self.memories, self._io = [], None
-        self.bind_cache(max_model_len)
+        try:
+            self.bind_cache(max_model_len)
+        except K3Error:
+            self._weights = []   # else whoever keeps the error keeps them too
+            self._unbind()
+            raise
 
     def bind_cache(self, max_model_len: int | None) -> None:
         """Gives every slot room for `max_model_len` tokens; None: for what fits. Sequences and buffers are lost, weights and kernels stay.

@@ -13,6 +13,7 @@ from .demo import DEMO, DEMO_DRAFT, open_demo, open_demo_draft
 from .draft_checkpoint import DraftCheckpoint, DraftSurvey, DraftTensors
 from .findings import Finding, error_of
 from .gpu_room import gpu_findings, gpu_table
+from .kernel_sizes import size_misfits
 from .machine import host
 from .repack_manifest import UNFINISHED, is_repacked
 from .repacked import RepackedSurvey
@@ -99,6 +100,7 @@ def add_gpu_memory(report: Report, gpus) -> None:
 def check_gpu(report: Report, gpu, tp: int) -> None:
     """Adds what is wrong where all of `tp` ranks shall run on this GPU."""
     if report.cfg and not report.findings:
+        report.findings += [Finding(report.path, found, "sizes that the kernels are built for", "use the reference backend") for found in size_misfits(report.cfg, tp)]
         report.findings += gpu_findings(report.cfg, gpu, tp)
 
 

@@ -145,7 +145,12 @@ struct expert_up : StageDefaults {
 struct moe_down : StageDefaults {
   static constexpr int kWarps = 16, kThreads = kWarps * kWarpSize;
   typedef ListMaker<kThreads> List;
-  typedef ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, StepExperts, kRows, kNumExpertsPerToken, kWarps, 2, 106 * 1024, 512, List::kScratch> Shape;
+  template <int kTiles, int kWindow, int kRing>
+  using Layout = ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, StepExperts, kRows, kNumExpertsPerToken, kWarps, kTiles, kRing, kWindow, List::kScratch>;
+  // Where all of K is here, the sums of every leaf need room: of one tile instead of two, of a smaller window, then of the copies ahead.
+  static constexpr int kRing = 106 * 1024, kTiles = Layout<2, 512, kRing>::kSmem <= kMaxShared ? 2 : 1,
+                       kWindow = Layout<kTiles, 512, kRing>::kSmem <= kMaxShared ? 512 : 128;
+  typedef Layout<kTiles, kWindow, min_of(kRing, kRing + kMaxShared - Layout<kTiles, kWindow, kRing>::kSmem)> Shape;
   static constexpr int kBlocks = groups_of(tiles_of(kRoutedExpertHiddenSize), Shape::kTiles), kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);

@@ -107,6 +107,7 @@ K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const float
     tell<S>(&m.closed[first_leaf + leaf][which][j], sum, m.inbox);
   }
   hear<S>(m.inbox, 2 * a.num_blocks * S::kLeaves * sizeof(float));
+  __syncthreads();   // every warp has read the closed blocks; under the kernel before it costs nothing
   // Lane 8 w + j has sum w (0 squares, 1 scores) of block j; lanes from 16 repeat them.
   int j = lane_id() % 8, w = lane_id() / 8 % 2;
   float sum = j < a.num_blocks ? tree_sum<S::kLeaves>(&m.closed[0][w][j], 16) : 0;
@@ -187,7 +188,6 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
       p[i] = before;
     }
   }
-  // Nobody reads the closed blocks in shared memory any more: their sums came from every warp.
   K3_UNROLL
   for (int i = 0; i < S::kPer; ++i) {
     int e = tid + i * S::kThreads;

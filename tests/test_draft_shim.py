@@ -190,7 +190,7 @@ def every_operation(twin, seqs, seed):
     for slot in range(seqs):
         twin.fill(slot, CONTEXT - slot)
         twin.commit(slot, CONTEXT - slot, 8, 8, slot)
-        twin.commit(slot, CONTEXT - slot + 8, 5, 3 + slot, slot + 7)
+        twin.commit(slot, CONTEXT - slot + 8, max(5, 3 + slot), 3 + slot, slot + 7)   # every context ends at CONTEXT + 11
     asks = [ask(slot, 5 + slot, CONTEXT + 11, seed=slot + (9 << 32), temperature=0.7 * (slot + seed) % 2) for slot in range(seqs)]
     found = twin.propose(asks)
     assert len(found) == seqs and set(twin.checked) == {op.stage.name for op in twin.plan.context + twin.plan.ops if not op.stage.moves}

@@ -1,5 +1,4 @@
 """The standard decode backend: a kernel a stage, a step one CUDA graph, on one GPU."""
-import functools
 from collections import Counter
 from typing import Sequence
 
@@ -69,8 +68,10 @@ class CudaBackend(StepGraphs):
         self.ranks = "virtual" if only_rank is None else "loopback"
         owned = list(range(tp)) if only_rank is None else [only_rank]
         self._owned, self._utilization, self._limit = owned, memory_utilization, memory_limit
-        make = weights or functools.partial(upload, loading=loading)
-        self._weights = [make(self.plan, source, tp, r) for r in owned]
+        if weights is None:
+            self._weights = upload(self.plan, source, tp, range(owned[0], owned[-1] + 1), device, loading)
+        else:
+            self._weights = [weights(self.plan, source, tp, r) for r in owned]
         self._is_lent = False   # whether a caller has buffers
         self.counts = StepCounts()
         self.memories, self._io = [], None

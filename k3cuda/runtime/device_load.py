@@ -146,13 +146,13 @@ def _units(plan: Plan, source, tp: int, ranks: range, device: Device, loading: L
     def open_target(unit):
         return DeviceSlices(unit, plan.cfg, tp, ranks, device)
 
-    if isinstance(source, Checkpoint):
-        units = parts_of_layers(plan.cfg, tp, ranks, STAGING_BYTES)
+    units = parts_of_layers(plan.cfg, tp, ranks, STAGING_BYTES)
+    if isinstance(source, Checkpoint) and loading.reads_itself:
         for _, slices in loading.run(source, tp, ranks, units, open_target, make_buffer=device.buffer):
             slices.check(source)
             yield slices
         return
-    for unit, arrays in loading.slices(source, tp, ranks):
+    for unit, arrays in loading.slices(source, tp, ranks, units):
         slices = open_target(unit)
         slices.fill(arrays)
         yield slices

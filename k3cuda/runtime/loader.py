@@ -8,7 +8,7 @@ from typing import Callable, Iterator
 import numpy as np
 
 from .block_reader import choose_mode, make_reader, memory_bytes
-from .load_plan import BLOCK_BYTES, Block, Unit
+from .load_plan import ALIGN, BLOCK_BYTES, Block, Unit
 from .machine import host
 
 AHEAD = 2                  # units that may be begun before the oldest is consumed, unless a caller says otherwise
@@ -58,6 +58,7 @@ class Loader:
         self.mode, self.why = choose_mode(mode, files, checkpoint.shards.text_bytes)
         self.reader = make_reader(self.mode, keep=checkpoint.shards.text_bytes <= memory_bytes() // 2)
         self.counts, self.workers = Counts(), workers or default_workers()
+        capacity = min(capacity, (-(-checkpoint.shards.text_bytes // ALIGN) + 2) * ALIGN)   # a small model's buffers are small
         self._ahead, self._blocks = ahead, lambda unit: checkpoint.blocks(unit, tp, ranks, capacity)
         self._units, self._open_target, self._progress = iter(units), open_target, progress
         self._make_buffer = (lambda: make_buffer(capacity)) if self.reader.needs_buffer else lambda: None

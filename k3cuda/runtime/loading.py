@@ -30,6 +30,8 @@ class Loading:
         wanted_bytes: of tensors that were read, each once. read_bytes: with what lay between. kept_bytes: in the ranks' slices.
     """
 
+    reads_itself = True   # so that whoever consumes may say where its bytes go
+
     def __init__(self, mode: str = AUTO, show: bool | None = False, verb: str = "loading"):
         self.mode, self.why, self.show, self.verb = mode, "", show, verb
         self.seconds: Counter[str] = Counter()

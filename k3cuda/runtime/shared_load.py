@@ -60,6 +60,8 @@ class SharedLoading(Loading):
         secret: the same for all of them and nobody else: where they meet follows from it.
     """
 
+    reads_itself = False
+
     def __init__(self, mode: str, show: bool | None, rank: int, ranks: range, secret: bytes):
         super().__init__(mode, show)
         self._rank, self._all = rank, ranks

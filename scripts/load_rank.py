@@ -35,6 +35,7 @@ from k3cuda.runtime.loading import Loading
 from k3cuda.runtime.preflight import check
 from k3cuda.runtime.safetensors_file import SafetensorsFile
 from k3cuda.runtime.standin import sample_values, samples, write_standin
+from k3cuda.runtime.surroundings import surroundings
 from k3cuda.runtime.unpack import unpacked
 from k3cuda.weights import BY_NAME, model_bytes, rank_slice
 
@@ -199,7 +200,7 @@ def main(config, layers, folder, tp, rank, load_mode, written, output):
                         lambda: -cupy.cuda.runtime.memGetInfo()[0])
     except K3Error as e:
         raise click.ClickException(str(e)) from None
-    text = json.dumps({"gpu": gpu.name, **found}, indent=2) + "\n"
+    text = json.dumps({**surroundings(gpu, "python scripts/load_rank.py"), **found}, indent=2) + "\n"
     if output:
         output.write_text(text, encoding="utf-8")
     click.echo(text, nl=False)

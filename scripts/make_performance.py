@@ -11,7 +11,7 @@ from typing import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/performance.md"
-FILES = ("step", "experts", "hops", "torch", "prefill", "idle")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
+FILES = ("step", "experts", "hops", "torch", "prefill", "idle", "load")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
 STAGE_ROWS, STAGE_CONTEXT = (1, 8, 64), 8192
 LONG = 131072
 CAUSES = "causes.json"
@@ -102,7 +102,7 @@ def page(folder: Path = FOLDER) -> str:
              "weights on one GPU,\nunless a table says otherwise. `scripts/gpu.sh NAME` makes a file; under a table stands the command that made this one."]
     parts += [targets(data, causes), CHECKS.rstrip()]
     parts += [made for name, make in (("step", whole_steps), ("step", stages), ("step", latent_attention), ("experts", experts), ("hops", hops),
-                                      ("torch", torch), ("prefill", prefill), ("idle", gaps)) if name in data and (made := make(data[name]))]
+                                      ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading)) if name in data and (made := make(data[name]))]
     missing = [f"`{name}`" for name in FILES if name not in data]
     parts += [f"Not measured yet: {', '.join(missing)}."] if missing else []
     return "\n\n".join(parts) + "\n"
@@ -202,6 +202,17 @@ def prefill(found: dict) -> str:
 def gaps(found: list) -> str:
     rows = [[c["model"], c["rows"], c["sampling"], c["idle_us_median"], c["idle_us_p99"], c["step_us_median"]] for c in found]
     return "## Between steps\n\n" + table(["model", "rows", "sampling", "idle, µs, median", "99th percentile", "step, µs"], rows) + "\n\n`idle.json`"
+
+
+def loading(found: dict) -> str:
+    disk, phases = found["storage"], found["loading"]
+    rows = [["weights of the rank", f"{found['weights_bytes'] / 1e9:.1f} GB"], ["read for them", f"{phases['read_bytes'] / 1e9:.1f} GB, {phases['mode']}"],
+            ["load", f"{found['load_s']:.1f} s"], ["read", f"{found['read_gb_s']:.1f} GB/s"], ["kept", f"{found['weights_gb_s']:.2f} GB/s"],
+            ["check before it", f"{found['check_s']:.1f} s"], ["host memory, at most", f"{found['host_bytes'] / 1e9:.2f} GB (allowed {found['host_bytes_allowed'] / 1e9:.2f})"],
+            ["sampled tensors, of them wrong", f"{found['samples']}, {found['samples_wrong']}"],
+            ["this machine's disk, on a file that was written", f"{disk['read_gb_s']:.2f} GB/s read, {disk['write_gb_s']:.2f} written ({disk['mode']})"]]
+    return (f"## Loading a rank\n\nRank {found['rank']} of {found['tp']} alone, {found['layers']} layers, from a stand-in of the release ({found['label']}).\n\n"
+            f"{table(['what', 'measured'], rows)}" + source("load", found))
 
 
 if __name__ == "__main__":

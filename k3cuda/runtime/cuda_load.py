@@ -55,6 +55,10 @@ class CudaLoadDevice:
         with _told(nbytes):
             return cupy.empty(nbytes, cupy.uint8)
 
+    def staged_bytes(self) -> int:
+        """Memory that staging has of the device, in use or not."""
+        return self._pool.total_bytes()
+
     def staging(self, nbytes: int) -> "_Staging":
         self._mine()
         with _told(nbytes):

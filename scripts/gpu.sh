@@ -24,9 +24,9 @@ case $name in
   torch) python3 scripts/compare_torch.py --output "$out/torch.json" "$@" ;;
   prefill) k3cuda bench prefill -v --rank 3 --prompt 8K --experts 887 --stages --output "$out/prefill.json" "$@" ;;
   idle) OUT=$out python3 scripts/bench_idle.py "$@" ;;
-  official) for part in step experts hops torch prefill idle; do sh scripts/gpu.sh "$part"; done ;;
+  official) for part in step experts hops torch prefill idle load; do sh scripts/gpu.sh "$part"; done ;;
   # One whole rank of a stand-in of the release in holes; it also writes 16 GB really, to measure the disk.
-  load) exec python3 scripts/load_rank.py --output "$out/load.json" "$@" ;;
+  load) python3 scripts/load_rank.py --output "$out/load.json" "$@" ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
   # NCCL between processes: --ranks N on N GPUs, or --ranks N --share-gpu on one.
   collectives) exec python3 scripts/bench_collectives.py "$@" ;;

@@ -14,9 +14,9 @@ from math import prod
 from . import packing
 from .buffers import DTYPE_BYTES, Buffer, buffer_bytes, buffer_shape
 from .config import DECODE_ROWS, MAX_ROWS
-from .draft_config import MLA
+from .draft_config import MLA, DraftConfig
 from .draft_plan import DraftPlan
-from .emit_sizes import H200_SMS, MAX_SHARED, sizes
+from .emit_sizes import CACHE_BLOCK, H200_SMS, MAX_SHARED, sizes
 from .errors import ConfigError
 from .plan import Op, Plan
 from .stages import GATHER, SCATTER, STACK, STAGES, Move, Stage
@@ -70,11 +70,19 @@ def build_files(plan: Plan | DraftPlan, rows: int, kv_cache_dtype: str, *, sms: 
     """
     if isinstance(plan, DraftPlan) and not (ride and kv_cache_dtype == "bf16"):
         raise ValueError("a draft's collectives ride, and its cache is bf16")
-    if isinstance(plan, DraftPlan) and plan.cfg.family == MLA and any(plan.cfg.windows):
-        raise ConfigError("layer_types: found sliding_attention in a draft with MLA attention, whose kernels see the whole context", "use the reference backend")
+    if isinstance(plan, DraftPlan) and (why := no_kernels(plan.cfg)):
+        raise ConfigError(why, "use the reference backend")
     tables = tables_of(plan)
     return {"config.cuh": sizes(plan, rows, kv_cache_dtype, sms, probes.forced_experts), "buffers.cuh": _buffers(plan, tables, rows, kv_cache_dtype, ride),
             "kernels.cu": _kernels(plan, tables, rows, ride, sms, probes)}
+
+
+def no_kernels(draft: DraftConfig) -> str | None:
+    """Why only the reference runs a draft model, or None."""
+    if draft.family == MLA and any(draft.windows):
+        return "layer_types: found sliding_attention in a draft with MLA attention, whose kernels see the whole context"
+    size = draft.dims().get("mla_cache_dim", 0)
+    return f"kv_lora_rank + qk_rope_head_dim: found {size} in a draft model, its kernels want a multiple of {CACHE_BLOCK}" if size % CACHE_BLOCK else None
 
 
 def ops_of(plan: Plan | DraftPlan, rows: int) -> tuple[Op, ...]:

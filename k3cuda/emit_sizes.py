@@ -11,6 +11,7 @@ from .weights import MMA_K, tree_leaves
 
 MLA_WORK_COLUMNS = 48  # queries, (row, head) pairs, that share a page and a partial result of the split context
 MAX_SHARED = 227 * 1024  # bytes of shared memory a block can have, on every architecture we compile for
+CACHE_BLOCK = 64   # elements of a cache row that the copy engine brings together (mla_core.cuh)
 H200_SMS = 132  # what a build for no device in particular spreads over
 
 

@@ -1,21 +1,23 @@
 """Acceptance's kernels on the CPU against reference/accept.py, and the law of what they emit; a cluster of one block."""
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from drafts import golden
 from shim import host
 
 from k3cuda.reference import accept as reference
 from k3cuda.reference.sample import draft_token, law
 from k3cuda.runtime.accept_records import JUDGE, AcceptArgs, judge_records, judged
-from k3cuda.runtime.backend import Judge
+from k3cuda.runtime.backend import AS_DRAFTED, Judge
 from k3cuda.runtime.drafting import BLOCK, STANDARD, SYNTHETIC
 from k3cuda.runtime.sampling import Draw, SamplingParams
 from k3cuda.runtime.step_records import PENALTY, ROW, Answers, SampleArgs, penalty_entries, row_record
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 WARPS = 2
-VOCAB = {"large": 1500, "small": 4}
+VOCAB = {"large": 1500, "small": 4, "golden": 128}
 MARK = -7
 
 
@@ -42,9 +44,10 @@ def libraries(tmp_path_factory):
             for name, vocab in VOCAB.items()}
 
 
-def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, num_drafts=7, seed=3, different=None):
+def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, num_drafts=7, seed=3, different=None, unread=False):
     """list[Judged]. logits [rows, vocab]; draft_logits [rows, vocab] at the row that judges the draft, or None where drafts were not drawn.
 
+    unread: the kernels take the drafts from where a draft model has left them.
     different: rows after which logits and parameters repeat, so that the laws of these are the laws of all.
     """
     draws = [d for j in judges for d in j.draws]
@@ -64,6 +67,11 @@ def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, n
     for r in records:
         if draft_logits is not None:
             draft_row[r["first_row"]:][:r["num_drafts"]] = np.arange(r["first_row"], r["first_row"] + r["num_drafts"])
+    left = np.concatenate([r["ids"][:r["num_drafts"]] for r in records] + [np.full(1, MARK, np.int32)])
+    if unread:
+        places = iter(AS_DRAFTED - np.arange(len(left)))
+        for r in records:
+            r["ids"][:r["num_drafts"]] = [next(places) for _ in range(r["num_drafts"])]
     work = {f"{which}_{name}": np.full((n, *shape), np.nan, np.float32) for which in ("target", "draft") for name, shape in (("weight", (vocab,)), ("log_mass", ()))}
     work |= {"best": np.full(n, MARK, np.int32),
             "raw_top": np.full(n, np.nan, np.float32), "log_sum": np.full(n, np.nan, np.float32), "accepted": np.full(len(judges), MARK, np.int32)}
@@ -71,7 +79,7 @@ def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, n
     base = machine.put(memory)
     sample = SampleArgs(*map(machine.put, kept), *(base + a.ctypes.data - memory.ctypes.data for a in answers.arrays.values()))
     draft_logits = np.zeros((1, vocab), np.float32) if draft_logits is None else np.ascontiguousarray(draft_logits, np.float32)
-    args = AcceptArgs(sample=sample, draft_logits=machine.put(draft_logits), draft_row=machine.put(draft_row), judges=machine.put(records),
+    args = AcceptArgs(sample=sample, draft_logits=machine.put(draft_logits), draft_ids=machine.put(left), draft_row=machine.put(draft_row), judges=machine.put(records),
                       **{name: machine.put(a) for name, a in work.items()})
     for kernel in ("k_laws", "k_draft_laws"):
         machine.launch(kernel, different or n, args, seed)
@@ -119,6 +127,7 @@ def test_against_the_reference(libraries, acceptance, drawn):
     rng, vocab, length = np.random.default_rng(len(acceptance) + drawn), VOCAB["large"], 3.6 if acceptance == SYNTHETIC else None
     judges, logits, q = cases(acceptance, drawn, rng, 40, vocab)
     found = run(libraries["large"], vocab, np.concatenate(logits), judges, q if drawn else None, acceptance, length)
+    assert run(libraries["large"], vocab, np.concatenate(logits), judges, q if drawn else None, acceptance, length, unread=True) == found
     first, differ, accepted = 0, 0, set()
     for j, p, got in zip(judges, logits, found):
         own = q[first:first + len(j.draft_ids)] if drawn and j.draft_ids else None
@@ -133,6 +142,33 @@ def test_against_the_reference(libraries, acceptance, drawn):
             if want.logprob is not None:
                 assert abs(d.logprob - want.logprob) < 1e-5 and [t for t, _ in d.top_logprobs] == [t for t, _ in want.top_logprobs]
     assert differ <= 1 and any(0 < n < k for n, k in accepted) and any(n == k > 0 for n, k in accepted)
+
+
+def test_drafts_behind_one_without_a_token_are_as_if_they_had_not_been_verified(libraries):
+    rng, vocab = np.random.default_rng(5), VOCAB["large"]
+    judges, logits, q = cases(STANDARD, True, rng, 12, vocab)
+    cut, rows, first, short = [], [], 0, []
+    for i, (j, p) in enumerate(zip(judges, logits)):
+        k = min(i % 3, len(j.draft_ids))
+        cut.append(replace(j, draft_ids=(*j.draft_ids[:k], *[-1] * (len(j.draft_ids) - k))))
+        short.append(replace(j, draft_ids=j.draft_ids[:k], draws=j.draws[:k + 1]))
+        rows += range(first, first + k + 1)
+        first += len(p)
+    logits = np.concatenate(logits)
+    found = run(libraries["large"], vocab, logits, cut, q, STANDARD, unread=True)
+    assert found == run(libraries["large"], vocab, logits[rows], short, q[rows], STANDARD) and any(j.num_accepted for j in found)
+
+
+def test_the_golden_s_greedy_verdicts(libraries):
+    """The other rows have random numbers of their own: tests/test_acceptance.py gives them to the reference."""
+    inputs, want = golden()
+    greedy = SamplingParams(temperature=0).resolved({})
+    for n in range(int(inputs["num_rounds"][0])):
+        ids = tuple(int(i) for i in want[f"round{n}.greedy.tokens"])
+        judge = Judge(0, ids, tuple(Draw(greedy, 1, i) for i in range(len(ids) + 1)))
+        found, = run(libraries["golden"], VOCAB["golden"], inputs[f"round{n}.target_logits"], [judge], None, STANDARD)
+        count, *tokens = want[f"round{n}.verify.greedy"]
+        assert [found.num_accepted, *(d.token_id for d in found.drawn)] == [count, *(t for t in tokens if t >= 0)]
 
 
 def test_synthetic_length_six_with_seven_drafts_is_six_tokens_in_every_step(libraries):

@@ -1,5 +1,7 @@
 """A draft beside a CUDA backend, without a GPU: its memory is the host's and its kernels run in the shim, so only the order of a stream is not tested."""
 import ctypes
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -16,9 +18,10 @@ from host_step import Kernels, Memory  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.reference.numerics import Numerics  # noqa: E402
 from k3cuda.reference.sample import draft_token  # noqa: E402
-from k3cuda.runtime import cuda_accept, cuda_draft, cuda_memory  # noqa: E402
-from k3cuda.runtime.backend import Judge, StepRows  # noqa: E402
+from k3cuda.runtime import cuda_accept, cuda_draft, cuda_memory, cuda_upload  # noqa: E402
+from k3cuda.runtime.backend import AS_DRAFTED, Drafted, Judge, StepRows  # noqa: E402
 from k3cuda.runtime.drafting import Drafting  # noqa: E402
+from k3cuda.runtime.loading import Loading  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
@@ -103,7 +106,7 @@ def device(monkeypatch, tmp_path):
         def close(self):
             built.clear()
 
-    for module in (cuda_draft, cuda_memory):
+    for module in (cuda_draft, cuda_memory, cuda_upload):
         monkeypatch.setattr(module, "cupy", fake)
     # As mla_shim.cuh reads it; a row is of BF16.
     monkeypatch.setattr(cuda_memory, "_tensor_map", lambda cache, row, block: np.array([cache.ctypes.data, row, block, *[0] * 13], np.uint64).view(Array))
@@ -144,8 +147,9 @@ def context_and_drafts(family, own, stream, device, array):
     packed = Memory(plan, target)
     shared_ops = [op for op in plan.ops if op.stage.name in ("embed", "lm_head")]
     weights = {(None, op.stage.name): [array(a) for a in packed.weights_of(op)] for op in shared_ops}
-    memory = SimpleNamespace(buffer=buffers.get, dims={"slots": SLOTS, "pages": SLOTS * PAGES, "slot_pages": PAGES}, weights=weights)
-    draft = cuda_draft.CudaDraft(drafting, [memory], [0], 1, device, stream)
+    memory = SimpleNamespace(buffer=buffers.get, dims={"slots": SLOTS, "pages": SLOTS * PAGES, "slot_pages": PAGES})
+    draft = cuda_draft.CudaDraft(drafting, [0], 1, cuda_upload.upload_draft, [weights], device, stream, Loading())
+    draft.bind([memory])
     for slot in range(SLOTS):
         pages = [slot * PAGES + 1, slot * PAGES]
         reference.open_slot(slot, pages)
@@ -161,8 +165,11 @@ def context_and_drafts(family, own, stream, device, array):
     commit(rows_of((2, 0, 66), (0, 0, 4)), np.ones(70, bool), 1)
     commit(rows_of((0, 4, 4), (2, 66, 4)), np.arange(8) % 4 < 2, 2)
     asks = [ask(2, 7, 68, seed=5 + (3 << 32), temperature=0.8), ask(0, 9, 6, seed=6)]
-    for _ in range(2):
-        want, found = reference.propose(asks), draft.propose(asks)
+    for is_read in (True, False):
+        want, found = reference.propose(asks), draft.propose([replace(a, is_read=is_read) for a in asks])
+        if not is_read:   # each stands for its place among the tokens
+            ids = draft.ids().reshape(-1)
+            found = [Drafted(tuple(ids[AS_DRAFTED - i] for i in f.token_ids), w.confidence) for f, w in zip(found, want)]
         for s, a in enumerate(asks):
             logits = draft.memories[0].buffer("draft_logits").get(stream=stream)[:, draft.places[a.slot]]
             assert np.linalg.norm(logits[0] - reference.logits(a.slot)[0]) < FAR * np.linalg.norm(logits[0])
@@ -185,11 +192,13 @@ def test_acceptance(monkeypatch, tmp_path_factory, options):
     logits, drafted = (rng.standard_normal(shape).astype(np.float32) for shape in ((64, vocab), (k, 8, vocab)))
     target = SimpleNamespace(dims={"head_rows": 64}, arena=logits.view(Array), offsets={"logits": 0}, buffer=lambda name: logits.view(Array))
     memory = SimpleNamespace(dims={"seqs": 8}, arena=drafted.view(Array), offsets={"draft_logits": 0}, buffer=lambda name: drafted.view(Array))
-    draft = SimpleNamespace(cfg=SimpleNamespace(vocab_size=vocab), memories=[memory], places={7: 2, 9: 0})
+    proposed = np.zeros((k, 8), np.int32)
+    memory.offsets["draft_ids"] = proposed.ctypes.data - drafted.ctypes.data
+    draft = SimpleNamespace(cfg=SimpleNamespace(vocab_size=vocab), memories=[memory], places={7: 2, 9: 0}, ids=lambda: proposed)
     cfg = made_config(vocab_size=vocab, num_hidden_layers=5)
     drafting = Drafting(MadeDraft(made_draft_json(cfg), cfg), num_drafts=k, **options)
     stream = SimpleNamespace(__cuda_stream__=lambda: (0, 0), synchronize=lambda: None)
-    accept = cuda_accept.CudaAccept(draft, drafting, target, SimpleNamespace(arch="sm_90a"), stream)
+    accept = cuda_accept.CudaAccept(draft, drafting, target, SimpleNamespace(arch="sm_90a"), stream, Counter())
     stood = 0
     for seed in range(40):
         logits[:], drafted[:] = 3 * rng.standard_normal(logits.shape), rng.standard_normal(drafted.shape)
@@ -203,6 +212,12 @@ def test_acceptance(monkeypatch, tmp_path_factory, options):
         assert [j.num_accepted for j in found] == [j.num_accepted for j in want]
         assert [[d.token_id for d in j.drawn] for j in found] == [[d.token_id for d in j.drawn] for j in want]
         stood += sum(j.num_accepted for j in found)
+        unread = []
+        for j in judges:
+            at = np.arange(len(j.draft_ids)) * 8 + draft.places.get(j.slot, 0)
+            proposed.reshape(-1)[at] = j.draft_ids
+            unread.append(replace(j, draft_ids=tuple(AS_DRAFTED - at)))
+        assert accept.accept(unread) == found and accept._on_host(unread) == want
     assert stood > 5 and not accept.reasons
     monkeypatch.setattr(cuda_accept, "MAX_PENALTIES", 2)
     assert [j.drawn for j in accept.accept(judges)] == [j.drawn for j in want] and sum(accept.reasons.values()) == 3

@@ -2,15 +2,19 @@
 import json
 
 import pytest
+from drafts import GOLDEN
 
 from k3cuda.cli import main
 from k3cuda.config import RELEASED_FOLDER, K3Config
+from k3cuda.draft_weights import draft_bytes
 from k3cuda.errors import ConfigError, OutOfMemory
 from k3cuda.plan import build_plan
 from k3cuda.runtime import cuda_driver, machine, open_model
+from k3cuda.runtime.demo import open_demo_draft
+from k3cuda.runtime.draft_checkpoint import DraftCheckpoint
 from k3cuda.runtime.gpu_room import gpu_findings, gpu_rows, gpu_table
 from k3cuda.runtime.machine import Driver, Gpu
-from k3cuda.runtime.preflight import check
+from k3cuda.runtime.preflight import add_gpu_memory, check, check_gpu
 from k3cuda.runtime.step_room import KERNEL_BYTES, MEMORY_UTILIZATION, rank_room
 from k3cuda.weights import model_bytes
 
@@ -54,6 +58,30 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would():
     assert gpu_findings(check("demo").cfg, SMALL, 4) == []
     with pytest.raises(ConfigError):
         gpu_findings(CFG, H200, 3)
+
+
+def test_a_draft_model_is_counted():
+    cfg, draft = check("demo").cfg, open_demo_draft().cfg
+    plain, both = gpu_rows(cfg, SMALL)[0], gpu_rows(cfg, SMALL, draft=draft)[0]
+    assert 0 < both["weights_bytes"] - plain["weights_bytes"] - draft_bytes(draft) < 0.05 * plain["weights_bytes"]
+    assert both["room_bytes"] < plain["room_bytes"]
+    tight = Gpu(0, "tight", "9.0", int((plain["weights_bytes"] + KERNEL_BYTES + 1000) / MEMORY_UTILIZATION))
+    assert gpu_findings(cfg, tight, 1) == []
+    finding, = gpu_findings(cfg, tight, 1, draft)
+    assert "the weights of 1 rank, the draft model and the kernels" in finding.wanted
+    report = check("demo", draft="demo-draft")
+    add_gpu_memory(report, [SMALL])
+    assert report.facts["gpu_memory"][0]["weights_bytes"] == both["weights_bytes"]
+    check_gpu(report, tight, 1)
+    assert [f.wanted for f in report.findings] == [finding.wanted]
+
+
+def test_a_draft_that_has_no_kernels_is_named_before_a_load():
+    """The golden's has a cache of 40 values a token; on the reference it drafts."""
+    report = check("demo")
+    report.draft_cfg = DraftCheckpoint.open(GOLDEN).cfg
+    check_gpu(report, SMALL, 1)
+    assert [f.found for f in report.findings] == ["kv_lora_rank + qk_rope_head_dim: found 40 in a draft model, its kernels want a multiple of 64"]
 
 
 def test_check_shows_the_table(monkeypatch, capsys):

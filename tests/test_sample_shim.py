@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from k3cuda.reference import sample as reference
-from k3cuda.runtime.backend import AS_SAMPLED
+from k3cuda.runtime.backend import AS_DRAFTED, AS_SAMPLED
 from k3cuda.runtime.step_records import PENALTY, ROW, Answers, SampleArgs, StepLoad, penalty_entries, row_record
 from k3cuda.runtime.sampling import Draw, SamplingParams
 
@@ -125,6 +125,8 @@ def test_inputs_are_loaded_and_sampled_tokens_looked_up(library, first):
     inputs = rng.integers(0, 99, 24).astype(np.int32)     # token_ids [8], row_slot [8], and more
     inputs[8:16] = rng.permutation(8)
     inputs[[1, 3, 7]] = AS_SAMPLED
+    inputs[[0, 5]] = AS_DRAFTED - 2, AS_DRAFTED
+    draft_ids = np.array([-1, 50, 51], np.int32)          # the first has no token
     arenas = [np.full(40, MARK, np.int32) for _ in range(2)]
     slot_tokens = np.arange(100, 108, dtype=np.int32)
     slot_tokens[inputs[8 + 3]] = -1                       # a row that was not finite
@@ -132,12 +134,13 @@ def test_inputs_are_loaded_and_sampled_tokens_looked_up(library, first):
     penalties, penalties_to, words, began = np.arange(40, dtype=np.int32), np.full(40, MARK, np.int32), np.array([6, 0, 0, 0], np.int32), np.zeros(1, np.uint64)
     pointers = np.array([a.ctypes.data for a in arenas], np.uint64)
     at = lambda a: a.ctypes.data   # noqa: E731
-    args = StepLoad(at(inputs), at(pointers), 2, first, 6, 0, 32, 8, at(slot_tokens), at(draws), at(penalties), at(draws_to), at(penalties_to), 4, at(words), at(began))
+    args = StepLoad(at(inputs), at(pointers), 2, first, 6, 0, 32, 8, at(slot_tokens), at(draft_ids), at(draws), at(penalties), at(draws_to), at(penalties_to), 4, at(words), at(began))
     host.launch(library, "k_load", 5, 64, [args], seed=3)
     want = np.full(40, MARK)
     want[4 * first:24] = inputs[4 * first:]
     if first == 0:
         want[1], want[3], want[7] = slot_tokens[inputs[9]], 0, slot_tokens[inputs[15]]
+        want[0], want[5] = 51, 0
     for arena in arenas:
         assert arena.tolist() == want.tolist()
     assert draws_to.tolist() == [*draws, *[MARK] * 4] and penalties_to.tolist() == [*range(24), *[MARK] * 16] and began[0] == 1

@@ -2,11 +2,14 @@
 from dataclasses import replace
 
 import pytest
+from test_draft_config import PUBLIC, read
 
 from k3cuda.config import PAGE_SIZE, RELEASED_FOLDER, K3Config
+from k3cuda.draft_buffers import cache_bytes
+from k3cuda.draft_plan import build_draft_plan
 from k3cuda.emit import arena_offsets
-from k3cuda.plan import build_plan
-from k3cuda.runtime.step_room import longest_fit, mla_work_bytes, rank_room, session_bytes
+from k3cuda.plan import Taps, build_plan
+from k3cuda.runtime.step_room import longest_fit, mla_work_bytes, rank_room, session_bytes, slot_pages_of
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +57,20 @@ def test_nothing_fits(plan):
 def test_the_models_own_limit_may_end_inside_a_page():
     plan = build_plan(replace(K3Config.from_json(RELEASED_FOLDER), max_position_embeddings=1000), 16)
     assert longest_fit(plan, 1 << 40, 4, "bf16") == 1000
+
+
+@pytest.mark.parametrize("draft", ["Inferact", "RadixArk"])
+def test_a_draft_takes_its_part(plan, draft):
+    """Its cache, its blocks' spare positions, its arena and the laws of acceptance: the longest fit with it fits, and a page more does not."""
+    cfg = read(PUBLIC[draft])
+    beside, drafts = build_plan(plan.cfg, 16, Taps(cfg.target_layer_ids, cfg.tap_stream)), build_draft_plan(cfg, 16)
+    room, spare = int(8.5e9), cfg.block_size - 1
+    fits = longest_fit(beside, room, 8, "fp8_e4m3", drafts)
+    assert (fits + spare) % PAGE_SIZE == 0 and 0 < fits < longest_fit(plan, room, 8, "fp8_e4m3")
+    assert rank_room(beside, 8, fits, "fp8_e4m3", drafts) <= room < rank_room(beside, 8, fits + 1, "fp8_e4m3", drafts)
+    pages = slot_pages_of(fits, drafts)
+    session = session_bytes(drafts, 8, 8 * pages, pages, "bf16")
+    assert set(session) == {f"{cfg.family}_cache"} and sum(session.values()) == 8 * pages * PAGE_SIZE * cache_bytes(cfg, 16)
+    work = mla_work_bytes(cfg, 16, 8, pages) if cfg.family == "mla" else 0
+    assert rank_room(beside, 8, fits, "fp8_e4m3", drafts) == (rank_room(beside, 8, fits + spare, "fp8_e4m3") + arena_offsets(drafts)[1] + sum(session.values())
+                                                             + work + 2 * 64 * cfg.vocab_size * 4)

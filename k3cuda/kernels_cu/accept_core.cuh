@@ -4,6 +4,7 @@
 #include "sample_row.cuh"
 
 constexpr int kMostDrafts = 8;
+constexpr int kUnread = -2;
 constexpr u32 kStreamAccept = 0, kStreamSample = 1;
 enum AcceptRule { kAcceptStandard, kAcceptBlock, kAcceptSynthetic };
 
@@ -11,7 +12,7 @@ struct JudgeRow {
   int active;                      // 0: nothing of this sequence is read or written
   int first_row, num_drafts;       // its rows are neighbours: that of the token before the drafts, then theirs
   int rule, one_point;             // AcceptRule; whether the drafts are the draft's likeliest and were not drawn
-  int ids[kMostDrafts];
+  int ids[kMostDrafts];            // kUnread - i: entry i of AcceptArgs::draft_ids, where a draft that has no token is -1
   float chance[kMostDrafts];       // synthetic: that draft i stands if those before it do
 };
 
@@ -25,6 +26,7 @@ struct AcceptLaw {
 struct AcceptArgs {
   SampleArgs sample;               // logits, laws and log-probabilities of the rows; `token` of a row is the step's token behind it, -1: none
   const float* draft_logits;       // [..][vocab]
+  const int* draft_ids;
   const int* draft_row;            // [rows]: what the draft that the row judges was drawn from; -1: nothing
   const JudgeRow* judges;          // [sequences]
   AcceptLaw target, draft;         // of each row: work
@@ -112,6 +114,7 @@ template <class S>
 struct JudgeSmem {
   SampleSmem<S> sample;
   float log_p[kMostDrafts], log_q[kMostDrafts], u[kMostDrafts], log_w[kMostDrafts + 1];   // of the drafts themselves
+  int ids[kMostDrafts];
 };
 
 // Weights of the law behind a rejected draft, in b.x: (w P - Q) where positive, P without the draft where Q is one point; P where nothing is left.
@@ -167,15 +170,19 @@ K3_DEVICE int count_of(const AcceptArgs& a, JudgeSmem<S>& m, SampleBlock<S>& b, 
   return k && m.u[k - 1] < expf(m.log_w[k]) ? k : count;
 }
 
+K3_DEVICE int draft_of(const AcceptArgs& a, const JudgeRow& g, int i) { return g.ids[i] > kUnread ? g.ids[i] : a.draft_ids[kUnread - g.ids[i]]; }
+
 template <class S>
 K3_DEVICE void judge_sequence(const AcceptArgs& a, JudgeSmem<S>& m, int seq) {
   const JudgeRow& g = a.judges[seq];
   if (!g.active) return;
   const SampleRow* rows = a.sample.rows + g.first_row;
   const int* best = a.best + g.first_row;
+  int drafts = 0;                   // that have a token
+  while (drafts < g.num_drafts && draft_of(a, g, drafts) >= 0) ++drafts;
   int finite = 0;                   // rows before the first that is not
-  while (finite <= g.num_drafts && best[finite] >= 0) ++finite;
-  const int k = finite > g.num_drafts ? g.num_drafts : finite;
+  while (finite <= drafts && best[finite] >= 0) ++finite;
+  const int k = finite > drafts ? drafts : finite;
   cluster_arrive();
   SampleBlock<S> b(m.sample);
   if (threadIdx.x == 0) {
@@ -183,10 +190,11 @@ K3_DEVICE void judge_sequence(const AcceptArgs& a, JudgeSmem<S>& m, int seq) {
     for (int i = 0; i < k; ++i) {
       const int row = g.first_row + i;
       const SampleRow& r = rows[i];
+      m.ids[i] = draft_of(a, g, i);
       m.u[i] = float(philox(r.position, kStreamAccept, i, 0, r.seed_low, r.seed_high) >> 8) * 0x1p-24f;
       if (r.greedy) continue;
-      m.log_p[i] = log_of(a.target.row<S>(row)[g.ids[i]], a.target.log_mass[row]);
-      m.log_q[i] = g.one_point ? 0 : log_of(a.draft.row<S>(row)[g.ids[i]], a.draft.log_mass[row]);
+      m.log_p[i] = log_of(a.target.row<S>(row)[m.ids[i]], a.target.log_mass[row]);
+      m.log_q[i] = g.one_point ? 0 : log_of(a.draft.row<S>(row)[m.ids[i]], a.draft.log_mass[row]);
       m.log_w[i + 1] = fminf(0.0f, m.log_w[i] + m.log_p[i] - m.log_q[i]);
     }
   }
@@ -196,7 +204,7 @@ K3_DEVICE void judge_sequence(const AcceptArgs& a, JudgeSmem<S>& m, int seq) {
   if (g.rule == kAcceptSynthetic)
     while (count < k && m.u[count] < g.chance[count]) ++count;
   else if (rows[0].greedy)
-    while (count < k && best[count] == g.ids[count]) ++count;
+    while (count < k && best[count] == m.ids[count]) ++count;
   else
     count = count_of(a, m, b, g, k);
 
@@ -209,7 +217,7 @@ K3_DEVICE void judge_sequence(const AcceptArgs& a, JudgeSmem<S>& m, int seq) {
       const int row = g.first_row + count;
       bool is_left = false;
       if (count < k) {
-        residual_weights(a, b, g, row, g.ids[count], g.rule == kAcceptBlock ? m.log_w[count] : 0);
+        residual_weights(a, b, g, row, m.ids[count], g.rule == kAcceptBlock ? m.log_w[count] : 0);
         const float top = largest_of(b);
         is_left = fabsf(top) <= kLargestFloat;
         b.each([=](float& p, int, int) { p = expf(p - top); });
@@ -223,7 +231,7 @@ K3_DEVICE void judge_sequence(const AcceptArgs& a, JudgeSmem<S>& m, int seq) {
   }
   if (!mine) return;
   for (int i = 0; i <= count; ++i) {
-    const int row = g.first_row + i, id = i < count ? g.ids[i] : token;
+    const int row = g.first_row + i, id = i < count ? m.ids[i] : token;
     a.sample.token[row] = id;
     if (id >= 0 && rows[i].logprobs >= 0)
       a.sample.logprob[row] = fmaxf(a.sample.logits[size_t(row) * S::kVocab + id] - a.raw_top[row] - a.log_sum[row], -kLargestFloat);

@@ -3,13 +3,14 @@
 #include "sample_row.cuh"
 
 constexpr int kAsSampled = -1;   // of token_ids: the token last drawn for the row's slot
+constexpr int kAsDrafted = -2;   // from here down: -2 - i is entry i of draft_ids
 
 struct StepLoad {
   const uint4* inputs;             // host's copy of the input buffers, which are neighbours at the start of an arena
   u8* const* arenas;
   int ranks, first, last;          // sixteens of bytes from `first` on, below `last`; from 0 on, tokens are looked up
   int token_ids, row_slot, rows;   // offsets of these inputs, entries of each
-  const int* slot_tokens;
+  const int *slot_tokens, *draft_ids;
   const uint4 *draws, *penalties;  // records of the draws, and their penalties, in the host's memory
   uint4 *draws_to, *penalties_to;
   int draw_words;                  // sixteens of bytes
@@ -37,9 +38,10 @@ K3_DEVICE void load_inputs(const StepLoad& a) {
   if (a.first) return;
   __syncthreads();
   for (int row = threadIdx.x; row < a.rows; row += blockDim.x) {
-    if (((const int*)(a.arenas[0] + a.token_ids))[row] != kAsSampled) continue;
-    const int slot = ((const int*)(a.arenas[0] + a.row_slot))[row], token = a.slot_tokens[slot];
-    // Behind a row that was not finite any token does: its sequence has ended.
+    const int told = ((const int*)(a.arenas[0] + a.token_ids))[row];
+    if (told > kAsSampled) continue;
+    const int token = told == kAsSampled ? a.slot_tokens[((const int*)(a.arenas[0] + a.row_slot))[row]] : a.draft_ids[kAsDrafted - told];
+    // Behind a row that was not finite any token does: its sequence has ended, or its draft is not judged.
     for (int r = 0; r < a.ranks; ++r) ((int*)(a.arenas[r] + a.token_ids))[row] = token < 0 ? 0 : token;
   }
 }

@@ -15,7 +15,7 @@ JUDGE = np.dtype([*((n, "i4") for n in ("active", "first_row", "num_drafts", "ru
 class AcceptArgs(ctypes.Structure):
     """`struct AcceptArgs`; a test compares it with the compiled one."""
 
-    _fields_ = [("sample", SampleArgs), *((n, ctypes.c_void_p) for n in ("draft_logits", "draft_row", "judges", "target_weight", "target_log_mass", "draft_weight",
+    _fields_ = [("sample", SampleArgs), *((n, ctypes.c_void_p) for n in ("draft_logits", "draft_ids", "draft_row", "judges", "target_weight", "target_log_mass", "draft_weight",
                                                                          "draft_log_mass", "best", "raw_top", "log_sum", "accepted"))]
 
 

@@ -17,6 +17,7 @@ from .drafting import Drafting
 from .sampling import Draw, Drawn
 
 AS_SAMPLED = -1   # a token id: what the last draw for the row's slot gave, whether or not the host has read it
+AS_DRAFTED = -2   # ids from here down: tokens of the last proposal that the host has not read, each in its place there
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class StepRows:
     Rows of one slot are neighbours in rising position and start at the slot's committed length. A slot appears once.
     """
 
-    token_ids: np.ndarray    # int32 [n]; AS_SAMPLED only where the backend overlaps
+    token_ids: np.ndarray    # int32 [n]; AS_SAMPLED only where the backend overlaps, AS_DRAFTED and below where it has proposed them
     slots: np.ndarray        # int32 [n]
     positions: np.ndarray    # int32 [n], absolute
     logit_rows: np.ndarray   # int32 [m], rows whose logits are wanted, rising; at most DECODE_ROWS
@@ -44,11 +45,12 @@ class DraftAsk:
     position: int
     seed: int            # of the request
     temperature: float   # of the drafts' draw; 0: the likeliest
+    is_read: bool = True   # whether the host needs the tokens themselves, or only `step` and `accept` do
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """Tokens that a draft model proposes, and for each how sure it is, in (0, 1); None where it has no confidence head."""
+    """Tokens that a draft model proposes, and for each how sure it is, in (0, 1); None where it has no confidence head, or nobody reads them."""
 
     token_ids: tuple[int, ...]
     confidence: tuple[float, ...] | None = None
@@ -161,7 +163,10 @@ class Backend(Protocol):
         """Draws one token for each row of `logits()`. A row that is not finite gives `Drawn.token_id` None."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Drafted]:
-        """Tokens of the draft model for sequences whose committed length is the anchor's position. Nothing of it is part of any state."""
+        """Tokens of the draft model for sequences whose committed length is the anchor's position. Nothing of it is part of any state.
+
+        Where none of them is read a backend on a GPU waits for nothing and gives ids of AS_DRAFTED and below.
+        """
 
     def accept(self, judges: Sequence[Judge]) -> list[Judged]:
         """Judges drafts of the last `propose` by the rows of `logits()`: those of each entry of `judges`, in order."""

@@ -7,7 +7,7 @@ import numpy as np
 from ..errors import PlanError
 from ..reference.accept import judge
 from .accept_records import JUDGE, AcceptArgs, judge_records, judged
-from .backend import Judge, Judged
+from .backend import AS_DRAFTED, Judge, Judged
 from .cuda_draft import CudaDraft
 from .cuda_driver import Launch, Module
 from .cuda_kernels import compile_accept, no_sampler
@@ -39,14 +39,12 @@ class CudaAccept:
 
     Args:
         target: memory of the target's first rank. device: `cuda_driver.Device`. stream: of the backend.
-    Attributes:
-        reasons: why sequences were judged on the host, and how many.
+        reasons: counts sequences that were judged on the host, by why.
     """
 
-    def __init__(self, draft: CudaDraft, drafting, target: RankMemory, device, stream):
-        self._draft, self._options, self._target, self._stream = draft, drafting, target, stream
+    def __init__(self, draft: CudaDraft, drafting, target: RankMemory, device, stream, reasons: Counter[str]):
+        self._draft, self._options, self._target, self._stream, self.reasons = draft, drafting, target, stream, reasons
         self.vocab_size, rows = draft.cfg.vocab_size, target.dims["head_rows"]
-        self.reasons: Counter[str] = Counter()
         self._none = no_sampler(self.vocab_size)
         if self._none:
             return
@@ -61,7 +59,8 @@ class CudaAccept:
         sample = SampleArgs(logits=target.arena.data.ptr + target.offsets["logits"], rows=self._asked.address["rows"], penalties=self._asked.address["penalties"],
                             slot_tokens=self._slot_tokens.data.ptr, **answers)
         memory = draft.memories[0]
-        self._args = AcceptArgs(sample=sample, draft_logits=memory.arena.data.ptr + memory.offsets["draft_logits"], draft_row=self._asked.address["draft_row"],
+        self._args = AcceptArgs(sample=sample, draft_logits=memory.arena.data.ptr + memory.offsets["draft_logits"],
+                                draft_ids=memory.arena.data.ptr + memory.offsets["draft_ids"], draft_row=self._asked.address["draft_row"],
                                 judges=self._asked.address["judges"], accepted=self._told.address["accepted"], **{n: a.data.ptr for n, a in self._work.items()})
         self._module = Module(compile_accept(self.vocab_size, device.arch).cubin)
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it
@@ -73,6 +72,12 @@ class CudaAccept:
         if why:
             self.reasons[why] += len(judges)
             return self._on_host(judges)
+        self.launch(judges, entries)
+        self._stream.synchronize()
+        return judged(judges, self._told.host["accepted"][:len(judges)], self._answers, self.vocab_size)
+
+    def launch(self, judges: list[Judge], entries: list[np.ndarray]) -> None:
+        """All of it on the stream, the copies too. `entries`: penalties of every row."""
         count, nbytes = self._fill(judges, entries)
         self._asked.device.data.copy_from_host_async(self._asked.whole.ctypes.data, nbytes, self._stream)
         kernels = [("k_laws", count)] + [("k_draft_laws", count)] * self._is_drawn + [("k_judge", len(judges))]
@@ -80,8 +85,6 @@ class CudaAccept:
             Launch(self._module.function(name), clusters * CLUSTER, sampler_warps(self.vocab_size) * 32, [self._args], stream=self._stream.__cuda_stream__()[1],
                    cluster=CLUSTER, dependent=i > 0).launch()
         self._told.device.data.copy_to_host_async(self._told.whole.ctypes.data, self._told.nbytes, self._stream)
-        self._stream.synchronize()
-        return judged(judges, self._told.host["accepted"][:len(judges)], self._answers, self.vocab_size)
 
     @property
     def _is_drawn(self) -> bool:
@@ -110,11 +113,16 @@ class CudaAccept:
     def _on_host(self, judges: list[Judge]) -> list[Judged]:
         logits = iter(self._target.buffer("logits").get(stream=self._stream))
         drafted = self._draft.memories[0].buffer("draft_logits").get(stream=self._stream) if self._is_drawn else None
+        ids = self._draft.ids() if any(i <= AS_DRAFTED for j in judges for i in j.draft_ids) else None
         out, o = [], self._options
         for j in judges:
             rows = np.stack([next(logits) for _ in j.draws])
-            own = drafted[:, self._draft.places[j.slot]] if drafted is not None and j.draft_ids else None
-            out.append(Judged(*judge(rows, j.draws, j.draft_ids, own, o.acceptance, o.acceptance_length)))
+            place = self._draft.places[j.slot] if j.draft_ids else None
+            drafts = tuple(int(i) for i in ids[:len(j.draft_ids), place]) if ids is not None and j.draft_ids else j.draft_ids
+            if -1 in drafts:   # it has no token, nor have those behind it
+                drafts = drafts[:drafts.index(-1)]
+            own = drafted[:, place] if drafted is not None and drafts else None
+            out.append(Judged(*judge(rows[:len(drafts) + 1], j.draws[:len(drafts) + 1], drafts, own, o.acceptance, o.acceptance_length)))
         return out
 
     def close(self) -> None:

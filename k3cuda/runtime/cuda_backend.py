@@ -8,25 +8,28 @@ import numpy as np
 
 from ..buffers import KV_BYTES
 from ..config import MAX_ROWS, PAGE_SIZE
-from ..emit import NO_PROBES, Probes
+from ..emit import NO_PROBES, Probes, no_kernels
 from ..errors import ConfigError, K3Error, PlanError, UsageError
 from ..plan import build_plan
 from ..reference.sample import sample_row
 from ..weights import check_tp
-from .backend import StepCounts, StepRows, check_buffer, check_room
+from .backend import DraftAsk, Drafted, Judge, Judged, StepCounts, StepRows, check_buffer, check_room
+from .cuda_accept import CudaAccept
+from .cuda_draft import CudaDraft
 from .cuda_driver import open_device
 from .cuda_graphs import StepGraphs
 from .cuda_kernels import bucket_of
 from .cuda_memory import PageTables, RankMemory, fitting_length
 from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
-from .cuda_upload import upload
+from .cuda_upload import upload, upload_draft
+from .drafting import Drafting
 from .kernel_sizes import size_misfits
 from .loading import Loading
 from .machine import STANDARD
 from .row_check import RowCheck
 from .sampling import Draw, Drawn
-from .step_room import MEMORY_UTILIZATION
+from .step_room import MEMORY_UTILIZATION, slot_pages_of
 
 _KV_DTYPES = {"auto": "bf16"} | {name: name for name in KV_BYTES}
 
@@ -44,27 +47,31 @@ class CudaBackend(StepGraphs):
         ride: stages store into every rank's memory what a collective would move; else collectives are kernels of their own.
         probes: what a benchmark builds into the kernels; with `trace` launches note their times (cuda_trace.py).
         weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
+        drafting: a draft model and how it is used; None: no speculation. draft_weights: as `weights` for it, with the rank's own arrays behind.
         loading: how the weights are read.
     Raises:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
 
-    name, overlaps, drafting = STANDARD, True, None
+    name, overlaps, drafting, draft = STANDARD, True, None, None
     most_rows, device_index = MAX_ROWS, 0   # of a step; of the GPUs that are visible
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True,
-                 probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None):
+                 probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None, drafting: Drafting | None = None, draft_weights=upload_draft):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
         check_tp(source.cfg, tp)
         if misfits := size_misfits(source.cfg, tp):
             raise ConfigError(f"the kernels are not built for this model: {'; '.join(misfits)}", "use the reference backend")
+        if drafting and (why := no_kernels(drafting.source.cfg)):
+            raise ConfigError(why, "use the reference backend")
         device, loading = open_device(self.device_index), loading or Loading()
         self.gpu, self.cfg = device.name, source.cfg
-        super().__init__(build_plan(self.cfg, tp), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
-        self.tp, self.num_slots, self.max_rows = tp, max_batch, self.most_rows
+        super().__init__(build_plan(self.cfg, tp, drafting and drafting.taps), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
+        self.tp, self.num_slots, self.max_rows, self.drafting = tp, max_batch, self.most_rows, drafting
+        self.overlaps = self.overlaps and drafting is None   # what is drafted next depends on the tokens of this step
         self.ranks = "virtual" if only_rank is None else "loopback"
         owned = list(range(tp)) if only_rank is None else [only_rank]
         self._owned, self._utilization, self._limit = owned, memory_utilization, memory_limit
@@ -72,13 +79,16 @@ class CudaBackend(StepGraphs):
             self._weights = upload(self.plan, source, tp, range(owned[0], owned[-1] + 1), device, loading)
         else:
             self._weights = [weights(self.plan, source, tp, r) for r in owned]
+        self.draft = drafting and CudaDraft(drafting, owned, tp, draft_weights, self._weights, device, self.stream, loading)
         self._is_lent = False   # whether a caller has buffers
         self.counts = StepCounts()
-        self.memories, self._io = [], None
+        self.memories, self._io, self._accept = [], None, None
         try:
             self.bind_cache(max_model_len)
         except K3Error:
             self._weights = []   # else whoever keeps the error keeps them too
+            if self.draft:
+                self.draft.close()
             self._unbind()
             raise
 
@@ -90,8 +100,8 @@ class CudaBackend(StepGraphs):
         check_room(self.cfg, self.num_slots, max_model_len)
         self._unbind()
         self.max_model_len = fitting_length(self.plan, self.num_slots, self.kv_cache_dtype, max_model_len, len(self._owned), self._utilization,
-                                            self._limit)
-        slot_pages = -(-self.max_model_len // PAGE_SIZE)
+                                            self._limit, self.draft and self.draft.plan)
+        slot_pages = slot_pages_of(self.max_model_len, self.draft and self.draft.plan)
         self.num_pages = slot_pages * self.num_slots
         self.memories = [RankMemory(self.plan, self.num_slots, self.num_pages, slot_pages, self.kv_cache_dtype) for _ in self._owned]
         for memory, arrays in zip(self.memories, self._weights):
@@ -99,7 +109,12 @@ class CudaBackend(StepGraphs):
         self._steps = [m.step_struct(r, self.memories, self.ranks == "loopback") for m, r in zip(self.memories, self._owned)]
         self.trace = TraceMemory(self._steps, self.plan) if self.probes.trace else None
         self._page_tables = PageTables(self.memories)
-        self._io = StepIO(self.memories, self.device.arch, self.stream)
+        draft_ids = 0
+        if self.draft:
+            self.draft.bind(self.memories)
+            self._accept = CudaAccept(self.draft, self.drafting, self.memories[0], self.device, self.stream, self.counts.reasons)
+            draft_ids = self.draft.memories[0].buffer("draft_ids").data.ptr
+        self._io = StepIO(self.memories, self.device.arch, self.stream, draft_ids)
         self._check = RowCheck(self.num_slots, self.max_model_len, self.max_rows)
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
 
@@ -109,7 +124,11 @@ class CudaBackend(StepGraphs):
         self._graphs.clear()
         if self._io is not None:
             self._io.close()
-        self._io, self._page_tables, self.memories, self._steps = None, None, [], []
+        if self._accept is not None:
+            self._accept.close()
+        if self.draft:
+            self.draft.unbind()
+        self._io, self._accept, self._page_tables, self.memories, self._steps = None, None, None, [], []
         cupy.get_default_memory_pool().free_all_blocks()
 
     # ---- runtime/backend.py ----
@@ -131,6 +150,8 @@ class CudaBackend(StepGraphs):
         self._after_caller()
         for memory in self.memories:
             memory.copy_slot(source, target, copied, self.stream)
+        if self.draft:
+            self.draft.copy_slot(source, target, copied)
         self._page_tables.set(target, pages, self.stream)
 
     def step(self, rows: StepRows) -> None:
@@ -179,6 +200,17 @@ class CudaBackend(StepGraphs):
         if not accepted.all():   # `step` takes all of them for accepted
             self._write(row_accepted=accepted)
         self._replay("commit", bucket_of(len(accepted)))
+        if self.draft:
+            self.draft.commit(self._check.rows, accepted)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Drafted]:
+        found = self.draft.propose(asks)
+        self._check.drafted(i for drafted in found for i in drafted.token_ids)
+        return found
+
+    def accept(self, judges: Sequence[Judge]) -> list[Judged]:
+        self._check.logits(sum(len(j.draws) for j in judges))
+        return self._accept.accept(judges)
 
     def launch(self, rows: StepRows, draws: Sequence[Draw]) -> CudaPending:
         self._check.step(rows)
@@ -191,7 +223,10 @@ class CudaBackend(StepGraphs):
         self._io.fill(half)
         refused = self._io.fill_draws(half, draws, slots)
         self._replay("launch", bucket_of(len(rows)), half)
-        self._check.commit(np.ones(len(rows), bool))
+        accepted = np.ones(len(rows), bool)
+        self._check.commit(accepted)
+        if self.draft:
+            self.draft.commit(rows, accepted)
         self.counts.steps[self.name] += 1
         return self._pending(half, draws, slots, refused)
 
@@ -211,6 +246,8 @@ class CudaBackend(StepGraphs):
     def close(self) -> None:
         self._unbind()
         self.close_kernels()
+        if self.draft:
+            self.draft.close()
         self._weights = []
         cupy.get_default_memory_pool().free_all_blocks()
 

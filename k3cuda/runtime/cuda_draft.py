@@ -5,22 +5,20 @@ import numpy as np
 from ..buffers import DTYPE_BYTES, buffer_shape
 from ..config import DECODE_ROWS
 from ..draft_plan import DraftPlan, build_draft_plan
-from ..draft_weights import BY_NAME as WEIGHT
-from ..draft_weights import is_shared
 from ..emit import launches_of
 from ..plan import Op
-from .backend import DraftAsk, Drafted, StepRows
-from .cuda_kernels import BucketKernels, compile_bucket
+from .backend import AS_DRAFTED, DraftAsk, Drafted, StepRows
+from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import VIEW_DTYPES, RankMemory
-from .cuda_weights import op_arrays
 from .drafting import Drafting
+from .loading import Loading
 from .row_check import PADDING
 
-BUCKETS = (1, 2, 4, 8, 16, 32, DECODE_ROWS)   # rows of a context slice or of all blocks; a step runs in the smallest that holds them
+_TURNS = 8   # copies on their way: a wide step is four slices of context rows
 
 
 class HostCopy:
-    """Pinned memory that mirrors what the host writes at the start of an arena. It is refilled only once the copies before it have been made."""
+    """Pinned memory that mirrors what the host writes at the start of an arena; several copies may be on their way."""
 
     def __init__(self, memory: RankMemory):
         t = memory.tables
@@ -30,48 +28,71 @@ class HostCopy:
                 start, shape = memory.offsets[name], buffer_shape(b, t.dims)
                 self._spans[name] = start, start + int(np.prod(shape)) * DTYPE_BYTES[b.dtype], VIEW_DTYPES[b.dtype]
         self.nbytes = max(end for _, end, _ in self._spans.values())
-        self._pinned = cupy.cuda.alloc_pinned_memory(self.nbytes)
-        self._whole = np.frombuffer(self._pinned, np.uint8, self.nbytes)
-        self._copied = cupy.cuda.Event(disable_timing=True)
+        self._whole = np.zeros(self.nbytes, np.uint8)
+        self._pinned = [cupy.cuda.alloc_pinned_memory(self.nbytes) for _ in range(_TURNS)]
+        self._turns = [(np.frombuffer(p, np.uint8, self.nbytes), cupy.cuda.Event(disable_timing=True)) for p in self._pinned]
+        self._turn = 0
 
     def send(self, memories: list[RankMemory], stream, **values) -> None:
         """Input buffers by name, padded, to every rank; the others hold what they held last."""
-        self._copied.synchronize()
         for name, array in values.items():
             start, end, dtype = self._spans[name]
             flat, array = self._whole[start:end].view(dtype), np.asarray(array).reshape(-1)
             flat[:len(array)] = array
             flat[len(array):] = PADDING.get(name, 0)
+        pinned, copied = self._turns[self._turn]
+        self._turn = (self._turn + 1) % _TURNS
+        copied.synchronize()   # of so many turns ago
+        pinned[:] = self._whole
         for m in memories:
-            m.arena.data.copy_from_host_async(self._whole.ctypes.data, self.nbytes, stream)
-        self._copied.record(stream)
+            m.arena.data.copy_from_host_async(pinned.ctypes.data, self.nbytes, stream)
+        copied.record(stream)
 
 
 class CudaDraft:
-    """runtime/numpy_draft.py on a GPU.
+    """runtime/numpy_draft.py on a GPU. All that is done here is done in the order of the target's stream.
 
     Args:
         drafting: the draft and how it is used.
-        targets: memory of the target's ranks on this GPU, with their weights; pages and taps are lent by it.
-        ranks: which ones they are, of `tp`.
-        device: `cuda_driver.Device`. stream: of the target's backend; all that is done here is done in its order.
+        ranks: those on this GPU, of `tp`. make: (plan, source, tp, rank, the target's arrays of that rank) -> (layer, stage) -> packed arrays.
+        target_weights: for each of `ranks` what its target has: (layer, stage) -> packed arrays.
+        device: `cuda_driver.Device`. stream: of the target's backend. loading: counts the seconds of compiling and capturing.
+
+    Attributes:
+        places: slot -> its place among the sequences of the last proposal.
     """
 
-    def __init__(self, drafting: Drafting, targets: list[RankMemory], ranks: list[int], tp: int, device, stream):
-        self.cfg, self.num_drafts, self.device, self.stream, self._ranks = drafting.source.cfg, drafting.num_drafts, device, stream, ranks
+    def __init__(self, drafting: Drafting, ranks: list[int], tp: int, make, target_weights: list[dict], device, stream, loading: Loading):
+        self.cfg, self.num_drafts, self.device, self.stream, self._ranks, self._tp = drafting.source.cfg, drafting.num_drafts, device, stream, ranks, tp
         self.plan: DraftPlan = build_draft_plan(self.cfg, tp, drafting.num_drafts, drafting.block_rows)
-        sizes = [targets[0].dims[name] for name in ("slots", "pages", "slot_pages")]
-        self.memories = [RankMemory(self.plan, *sizes, "bf16", {name: target.buffer(name) for name in ("page_table", "taps")}) for target in targets]
-        for memory, target, rank in zip(self.memories, targets, ranks):
-            memory.weights = self._upload(drafting.source, target, tp, rank)
-        looped = len(ranks) < tp
-        self._steps = [m.step_struct(r, self.memories, looped) for m, r in zip(self.memories, ranks)]
-        self._raw_stream = stream.__cuda_stream__()[1]
-        self._inputs = HostCopy(self.memories[0])
+        self._weights = [make(self.plan, drafting.source, tp, rank, target) for rank, target in zip(ranks, target_weights)]
+        self._raw_stream, self._loading = stream.__cuda_stream__()[1], loading
         self._kernels: dict[int, BucketKernels] = {}
         self._graphs: dict[tuple, object] = {}
-        self.places: dict[int, int] = {}   # slot -> its place among the sequences of the last proposal
-        cupy.cuda.get_current_stream().synchronize()   # which has cleared and filled all of it; ours does not wait for that one
+        self.memories: list[RankMemory] = []
+        self.places: dict[int, int] = {}
+
+    def bind(self, targets: list[RankMemory]) -> None:
+        """Takes memory beside that of the target's ranks, which lend their pages and taps. What it held before is lost."""
+        self.unbind()
+        sizes = [targets[0].dims[name] for name in ("slots", "pages", "slot_pages")]
+        self.memories = [RankMemory(self.plan, *sizes, "bf16", {name: target.buffer(name) for name in ("page_table", "taps")}) for target in targets]
+        for memory, arrays in zip(self.memories, self._weights):
+            memory.weights = arrays
+        looped = len(self._ranks) < self._tp
+        self._steps = [m.step_struct(r, self.memories, looped) for m, r in zip(self.memories, self._ranks)]
+        self._inputs = HostCopy(self.memories[0])
+        cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
+
+    def unbind(self) -> None:
+        """Drops all that holds addresses of the target's memory, and its own."""
+        self._graphs.clear()
+        self.memories, self._steps, self._inputs, self.places = [], [], None, {}
+
+    def copy_slot(self, source: int, target: int, pages: list[tuple[int, int]]) -> None:
+        """Copies pages (from, to) of the context rows."""
+        for memory in self.memories:
+            memory.copy_slot(source, target, pages, self.stream)
 
     def commit(self, rows: StepRows, accepted: np.ndarray) -> None:
         """Context rows of the accepted rows of the target's last step; positions behind the draft's own limit get none."""
@@ -83,7 +104,8 @@ class CudaDraft:
             self._replay(self.plan.context, len(slots), first)
 
     def propose(self, asks: list[DraftAsk]) -> list[Drafted]:
-        """`num_drafts` tokens for each sequence, fewer where the draft's logits are not finite. Waits for them."""
+        """`num_drafts` tokens for each sequence. Where nobody reads any of them they are "as drafted" and nothing is waited for; else fewer where
+        the draft's logits are not finite."""
         seqs, k, r = len(asks), self.num_drafts, self.plan.block_rows
         ids = np.full((seqs, r), self.cfg.mask_token_id, np.int32)
         ids[:, 0] = [a.anchor for a in asks]
@@ -94,7 +116,10 @@ class CudaDraft:
                           row_last=np.repeat(positions[:, -1], r), logit_rows=wanted, seq_seed=seeds, seq_temperature=[a.temperature for a in asks])
         self._replay(self.plan.ops, seqs * r, 0)
         self.places = {a.slot: s for s, a in enumerate(asks)}
-        found = self.memories[0].buffer("draft_ids").get(stream=self.stream)[:, :seqs].T
+        if not any(a.is_read for a in asks):
+            stride = self.memories[0].dims["seqs"]
+            return [Drafted(tuple(AS_DRAFTED - (i * stride + s) for i in range(k))) for s in range(seqs)]
+        found = self.ids()[:, :seqs].T
         sure = self.memories[0].buffer("draft_confidence").get(stream=self.stream)[:, :seqs].T if self.cfg.confidence_head else None
         out = []
         for s, tokens in enumerate(found):
@@ -102,30 +127,24 @@ class CudaDraft:
             out.append(Drafted(tuple(tokens[:count].tolist()), None if sure is None else tuple(sure[s, :count].tolist())))
         return out
 
+    def ids(self) -> np.ndarray:
+        """int32 [num_drafts, sequences] of the last proposal. Waits for them."""
+        return self.memories[0].buffer("draft_ids").get(stream=self.stream)
+
     def close(self) -> None:
-        self._graphs.clear()
+        self.unbind()
         for kernels in self._kernels.values():
             kernels.close()
         self._kernels.clear()
-        self.memories = []
-
-    def _upload(self, source, target: RankMemory, tp: int, rank: int) -> dict:
-        """(layer, stage) -> packed arrays on the device; what the draft has not is its target's array."""
-        held = {}
-        for op in self.plan.context + self.plan.ops:
-            if any(is_shared(WEIGHT[name], self.cfg) for name in op.stage.weights):
-                held[op.layer, op.stage.name] = target.weights[None, op.stage.name]
-            elif (op.layer, op.stage.name) not in held:
-                t = self.memories[0].tables
-                arrays = op_arrays(op, self.cfg, tp, lambda name: source.rank_slices(WEIGHT[name], op.layer, tp, rank), t.packed, t.weights)
-                held[op.layer, op.stage.name] = [cupy.asarray(np.ascontiguousarray(a).view(np.uint8).reshape(-1)) for a in arrays]
-        return held
+        self._weights = []
 
     # ---- kernels and graphs ----
 
     def kernels(self, rows: int) -> BucketKernels:
         if rows not in self._kernels:
-            self._kernels[rows] = BucketKernels(self.plan, rows, compile_bucket(self.plan, rows, "bf16", self.device.arch, sms=self.device.sms))
+            with self._loading.phase("compile"):
+                compiled = compile_bucket(self.plan, rows, "bf16", self.device.arch, sms=self.device.sms)
+            self._kernels[rows] = BucketKernels(self.plan, rows, compiled)
         return self._kernels[rows]
 
     def launches(self, ops: tuple[Op, ...], rows: int, first: int) -> list:
@@ -138,11 +157,11 @@ class CudaDraft:
         return out
 
     def _replay(self, ops: tuple[Op, ...], rows: int, first: int) -> None:
-        bucket = next(b for b in BUCKETS if b >= rows)
+        bucket = bucket_of(rows)
         key = (ops is self.plan.context, bucket, first)
         if key not in self._graphs:
             launches = self.launches(ops, bucket, first)
-            with self.stream:
+            with self._loading.phase("capture"), self.stream:
                 self.stream.begin_capture()
                 for launch in launches:
                     launch.launch()

@@ -39,11 +39,13 @@ class OpStruct(ctypes.Structure):
                 ("opens_block", ctypes.c_int), ("launch", ctypes.c_int), ("first_row", ctypes.c_int), ("kv_scale", ctypes.c_float)]
 
 
-def fitting_length(plan: Plan, slots: int, kv_cache_dtype: str, asked: int | None, ranks: int, utilization: float, limit: int | None) -> int:
+def fitting_length(plan: Plan, slots: int, kv_cache_dtype: str, asked: int | None, ranks: int, utilization: float, limit: int | None,
+                   draft: DraftPlan | None = None) -> int:
     """Tokens a slot can hold: `asked`, or where that is None what fits beside the weights that are there already, for `ranks` ranks on this GPU.
 
     Args:
         utilization: part of the device's memory that may be used. limit: bytes that CuPy's pool may hold, weights included; None: no other limit.
+        draft: of a draft model beside it, whose weights are there too.
     Raises OutOfMemory, with the longest that would fit.
     """
     free, total = cupy.cuda.runtime.memGetInfo()
@@ -51,12 +53,13 @@ def fitting_length(plan: Plan, slots: int, kv_cache_dtype: str, asked: int | Non
     if limit is not None:
         room = min(room, limit - cupy.get_default_memory_pool().used_bytes())
     room = (room - KERNEL_BYTES) // ranks
-    fits = longest_fit(plan, room, slots, kv_cache_dtype)
+    fits = longest_fit(plan, room, slots, kv_cache_dtype, draft)
     asked = fits if asked is None else asked
     if 1 <= asked <= fits:
         return asked
-    need = rank_room(plan, slots, max(asked, 1), kv_cache_dtype)
-    raise OutOfMemory(f"{slots} sequences of {max(asked, 1)} tokens need {need / 1e9:.2f} GB a rank, weights leave {max(room, 0) / 1e9:.2f} GB",
+    need = rank_room(plan, slots, max(asked, 1), kv_cache_dtype, draft)
+    raise OutOfMemory(f"{slots} sequences of {max(asked, 1)} tokens need {need / 1e9:.2f} GB a rank{' with the draft model' if draft else ''}, "
+                      f"weights leave {max(room, 0) / 1e9:.2f} GB",
                       f"use a max_model_len of at most {fits}, or a smaller max_batch" if fits else "use a smaller max_batch, more ranks, or a GPU with more memory")
 
 

@@ -92,10 +92,11 @@ class StepIO:
         memories: of the ranks on this GPU; the first one's logits are drawn from.
         arch: of the GPU.
         stream: of the backend.
+        draft_ids: address of a draft's proposals; 0 without one.
     """
 
-    def __init__(self, memories: list[RankMemory], arch: str, stream: cupy.cuda.Stream):
-        self.memories, self.stream, first = memories, stream, memories[0]
+    def __init__(self, memories: list[RankMemory], arch: str, stream: cupy.cuda.Stream, draft_ids: int = 0):
+        self.memories, self.stream, self._draft_ids, first = memories, stream, draft_ids, memories[0]
         self._raw_stream = stream.__cuda_stream__()[1]
         self.vocab_size, self.head_rows = first.plan.cfg.vocab_size, first.dims["head_rows"]
         spans = {n: self._span(n) for n in INPUTS}
@@ -155,7 +156,7 @@ class StepIO:
         """Loads all inputs and draws of `half`."""
         m = self.memories[0]
         args = StepLoad(inputs=half.inputs.ctypes.data, arenas=self._arenas.data.ptr, ranks=len(self.memories), first=0, last=len(self._inputs) // _WORD,
-                        token_ids=m.offsets["token_ids"], row_slot=m.offsets["row_slot"], rows=m.dims["rows"], slot_tokens=self.slot_tokens.data.ptr,
+                        token_ids=m.offsets["token_ids"], row_slot=m.offsets["row_slot"], rows=m.dims["rows"], slot_tokens=self.slot_tokens.data.ptr, draft_ids=self._draft_ids,
                         draws=half.records.ctypes.data, penalties=half.penalties.ctypes.data, draws_to=self._draws.data.ptr,
                         penalties_to=self._penalties.data.ptr, draw_words=-(-self.head_rows * ROW.itemsize // _WORD),
                         penalty_words=half.penalty_words.ctypes.data, began=half.began.ctypes.data)

@@ -9,7 +9,10 @@ import numpy as np
 from .. import packing
 from ..config import K3Config
 from ..draft_config import DraftConfig
-from ..packing import PACKED, Packed
+from ..draft_plan import DraftPlan
+from ..draft_weights import BY_NAME as DRAFT_WEIGHT
+from ..draft_weights import is_shared
+from ..packing import DRAFT_PACKED, PACKED, Packed
 from ..plan import Op, Plan
 from ..weights import BY_NAME, rank_bytes
 from .machine import host
@@ -69,29 +72,45 @@ def _heads(p: Packed, kv_b: np.ndarray, cfg: K3Config | DraftConfig) -> np.ndarr
     return np.stack([pack_bf16(np.ascontiguousarray(x), leaves) for x in matrices])
 
 
-def packed_bytes(p: Packed, cfg: K3Config, tp: int) -> int:
-    """Bytes of a packed array on one rank, padding to whole tiles included."""
+def packed_bytes(p: Packed, cfg: K3Config | DraftConfig, tp: int, weights: dict = BY_NAME) -> int:
+    """Bytes of a packed array on one rank, padding to whole tiles included. `weights`: the table that has its sources."""
     dims = cfg.dims()
     if p.how in (packing.PLAIN, packing.FOLDED):
-        return rank_bytes(BY_NAME[p.sources[0]], dims, tp) * (2 if p.how == packing.FOLDED else 1)
+        return rank_bytes(weights[p.sources[0]], dims, tp) * (2 if p.how == packing.FOLDED else 1)
     if p.how in (packing.HEADS, packing.HEADS_TURNED):
         rows, k = (cfg.v_head_dim, cfg.kv_lora_rank) if p.how == packing.HEADS else (cfg.kv_lora_rank, cfg.qk_nope_head_dim)
         return cfg.num_attention_heads // tp * _tiled(rows, k)
     total = 0
     for name in p.sources:
-        w = BY_NAME[name]
+        w = weights[name]
         rows, k = (dims[n] // (tp if w.cut.axis == i else 1) for i, n in enumerate(w.shape))
         if w.mxfp4:
             leaves, groups = packing.leaves_and_steps(name, cfg, tp)
             total += cfg.num_experts * tiles_of(rows) * leaves * leaf_bytes(groups)
         else:
-            total += _tiled(rows, k)
+            total += _tiled(rows, k) * (dims[w.count] if w.count else 1)
     return total
 
 
 def plan_bytes(plan: Plan) -> int:
     """Bytes of all packed arrays of a step on one rank."""
     return sum(packed_bytes(p, plan.cfg, plan.tp) for op in plan.ops for p in PACKED.get(op.stage.name, ()))
+
+
+def draft_plan_bytes(plan: DraftPlan) -> int:
+    """Bytes of all packed arrays that a draft brings itself, on one rank."""
+    return sum(packed_bytes(p, plan.cfg, plan.tp, DRAFT_WEIGHT) for _, p in draft_arrays(plan))
+
+
+def draft_arrays(plan: DraftPlan) -> list[tuple[int | None, Packed]]:
+    """(layer, array) of all that a draft's stages read and its target does not have, each once."""
+    found = {(op.layer, p.name): p for op in plan.context + plan.ops if op.stage.weights and is_own(op, plan) for p in DRAFT_PACKED[op.stage.name]}
+    return [(layer, p) for (layer, _), p in found.items()]
+
+
+def is_own(op: Op, plan: DraftPlan) -> bool:
+    """Whether an operation of a draft reads weights of the draft, not of its target."""
+    return not any(is_shared(DRAFT_WEIGHT[name], plan.cfg) for name in op.stage.weights)
 
 
 def _tiled(rows: int, k: int) -> int:

@@ -5,6 +5,7 @@ Everything inside these bounds compiles for every number of rows; tests/test_ker
 from typing import Iterator
 
 from ..config import MXFP4_GROUP, MXFP4_PER_BYTE, K3Config
+from ..emit_sizes import CACHE_BLOCK
 from ..packing import FOLDED, PACKED, PLAIN, leaves_and_steps
 from ..weights import BY_NAME, MMA_K, tree_leaves
 
@@ -12,7 +13,6 @@ KDA_HEAD_DIM = 128      # a warp holds a leaf of four keys a lane (kda_state.cuh
 CONV_WIDTH = 4          # a channel's taps are one vector (kda_core.cuh)
 MAX_RES_BLOCKS = 8      # a warp combines two sums of every closed block (norm_core.cuh)
 MAX_TOP_K = 32          # a chosen expert is a lane (route_core.cuh)
-CACHE_BLOCK = 64        # elements of a cache row that the copy engine brings together (mla_core.cuh)
 ODD_LEAF = 65           # k-steps that a copy brings at once where a leaf has no even part (row_shape.cuh)
 MAX_EXPERT_GROUPS = 16  # 32-groups of a leaf of experts: a warp holds its tokens' part of it (expert_core.cuh)
 

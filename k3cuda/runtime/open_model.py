@@ -51,10 +51,12 @@ class Model:
 def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
                activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, ranks="auto", rendezvous_timeout=TIMEOUT_S,
                place: Launch | None = None, **drafting) -> Model:
-    """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open.
+    """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open. An open Model is returned as it is.
 
     `place`: this process's in its job; None: as its launcher says. On another rank than 0 this ends with SystemExit when rank 0 ends.
     """
+    if isinstance(model, Model):
+        return model
     tp = default_tp(model) if tp is None else tp
     given = {"tp": tp, "decode_backend": decode_backend, "max_model_len": max_model_len, "max_batch": max_batch, "kv_cache_dtype": kv_cache_dtype,
              "activation_dtype": activation_dtype, "prefix_cache": prefix_cache, "load_mode": load_mode, **drafting}
@@ -72,9 +74,9 @@ def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_m
                 raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {most}, which with max_batch makes {DECODE_ROWS}")
             loading = Loading(choice("load_mode", load_mode, MODES), load_progress)
             drafting = check_options(drafting, draft_model is not None)
-            if draft_model is not None and chosen != REFERENCE:
-                raise UsageError(f"draft_model: found {str(draft_model)!r:.80} with decode_backend {chosen!r}, which cannot draft in this version",
-                                 f"leave it out, or use {REFERENCE!r}")
+            if draft_model is not None and chosen != REFERENCE and job:
+                raise UsageError(f"draft_model: found {str(draft_model)!r:.80} with decode_backend {chosen!r} on ranks in processes of their own, which "
+                                 "cannot draft in this version", f"leave it out, run all ranks in one process, or use {REFERENCE!r}")
             checkpoint, draft = _open_checkpoints(model, draft_model, tp, chosen == REFERENCE)
             drafting = Drafting(draft, **drafting) if draft else None
             max_batch = max_batch or min(DEFAULT_BATCH, drafting.max_batch if drafting else DEFAULT_BATCH)
@@ -90,7 +92,7 @@ def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_m
         if job:
             backend = _in_job(job, checkpoint, chosen, options, activation_dtype, drafting)
         else:
-            backend = _cuda(checkpoint, options) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype, drafting)
+            backend = _cuda(checkpoint, options, drafting) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype, drafting)
     finally:
         for opened, its in ((checkpoint, model), (draft, draft_model)):
             if opened is not None and opened is not its:
@@ -172,10 +174,10 @@ def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: 
                     lambda: fitting_length(checkpoint.cfg, options["max_batch"], options["max_model_len"], drafting))
 
 
-def _cuda(checkpoint, options: dict) -> Backend:
+def _cuda(checkpoint, options: dict, drafting: Drafting | None) -> Backend:
     from .cuda_backend import CudaBackend
 
-    return CudaBackend(checkpoint, **options)
+    return CudaBackend(checkpoint, drafting=drafting, **options)
 
 
 def _check_count(name: str, value, most: int | None) -> None:

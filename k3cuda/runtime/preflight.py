@@ -6,6 +6,7 @@ from pathlib import Path
 from ..config import K3Config
 from ..draft_config import DraftConfig, misfits
 from ..draft_weights import cut_weights, draft_bytes, num_parameters
+from ..emit import no_kernels
 from ..errors import CheckpointError, ConfigError, OutOfMemory
 from ..weights import check_tp, checkpoint_bytes, legal_cuts, legal_tps, model_bytes, num_tensors
 from .checkpoint import CONFIG, Survey
@@ -39,6 +40,7 @@ class Report:
     cfg: K3Config | None = field(default=None, repr=False)
     survey: Survey | None = field(default=None, repr=False)  # None for the demo model
     draft: DraftSurvey | None = field(default=None, repr=False)  # None without a draft model, and for the demo's
+    draft_cfg: DraftConfig | None = field(default=None, repr=False)  # where it can be used
 
     @property
     def ok(self) -> bool:
@@ -80,7 +82,7 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
     else:
         cfg, folder = _check_files(report, path, tp)
     report.cfg = cfg
-    drafts = None if draft is None else _check_draft(report, draft, cfg, tp, num_drafts)
+    drafts = report.draft_cfg = None if draft is None else _check_draft(report, draft, cfg, tp, num_drafts)
     if cfg:
         _add_sizes(report, cfg)
         _check_tp(report, cfg, tp, folder)
@@ -92,8 +94,8 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
 
 
 def add_gpu_memory(report: Report, gpus) -> None:
-    """Adds what each kind of GPU (machine.Gpu) has room for, where there are any that run the kernels."""
-    if report.cfg and (table := gpu_table(report.cfg, gpus)):
+    """Adds what each kind of GPU (machine.Gpu) has room for, beside the draft model if there is one, where there are any that run the kernels."""
+    if report.cfg and (table := gpu_table(report.cfg, gpus, draft=report.draft_cfg)):
         report.facts["gpu_memory"] = table
 
 
@@ -101,7 +103,9 @@ def check_gpu(report: Report, gpu, tp: int) -> None:
     """Adds what is wrong where all of `tp` ranks shall run on this GPU."""
     if report.cfg and not report.findings:
         report.findings += [Finding(report.path, found, "sizes that the kernels are built for", "use the reference backend") for found in size_misfits(report.cfg, tp)]
-        report.findings += gpu_findings(report.cfg, gpu, tp)
+        if report.draft_cfg and (why := no_kernels(report.draft_cfg)):
+            report.findings.append(Finding(report.path, why, "a draft model that has kernels", "use the reference backend"))
+        report.findings += gpu_findings(report.cfg, gpu, tp, report.draft_cfg)
 
 
 def _check_files(report: Report, path, tp: int | None) -> tuple[K3Config | None, Path]:

@@ -3,7 +3,7 @@ import numpy as np
 
 from ..config import DECODE_ROWS
 from ..errors import PlanError
-from .backend import AS_SAMPLED, StepRows
+from .backend import AS_DRAFTED, AS_SAMPLED, StepRows
 
 # What stands in an input buffer behind the rows of a step.
 PADDING = {"token_ids": 0, "row_slot": -1, "row_position": 0, "logit_rows": -1, "row_accepted": 0}
@@ -33,6 +33,11 @@ class RowCheck:
         self._sampled = np.full(num_slots, -1)   # position of the token last drawn for a slot since it was opened; -1: none
         self.rows: StepRows | None = None
         self._committed = True
+        self._drafted = frozenset()
+
+    def drafted(self, ids) -> None:
+        """Remembers which ids of AS_DRAFTED and below stand for tokens of the last proposal; those of an earlier one stand for nothing."""
+        self._drafted = frozenset(i for i in ids if i <= AS_DRAFTED)
 
     def open(self, slot: int) -> None:
         self._lengths[slot], self._sampled[slot] = 0, -1
@@ -65,6 +70,8 @@ class RowCheck:
         if unknown.any():
             r = unknown.argmax()
             raise PlanError(f"slot {slots[r]}: no token was drawn for position {rows.positions[r]}")
+        if unknown := set(rows.token_ids[rows.token_ids <= AS_DRAFTED].tolist()) - self._drafted:
+            raise PlanError(f"token id {max(unknown)} stands for no draft of the last proposal")
         self.rows, self._committed = rows, False
 
     def draws(self, count: int) -> list[int]:
@@ -72,11 +79,15 @@ class RowCheck:
 
         Raises PlanError if it has another number of rows than `count`.
         """
-        if self.rows is None or count != len(self.rows.logit_rows):
-            raise PlanError(f"{count} draws for {0 if self.rows is None else len(self.rows.logit_rows)} rows of logits")
+        self.logits(count)
         slots = self.rows.slots[self.rows.logit_rows].tolist()
         self._sampled[slots] = self.rows.positions[self.rows.logit_rows] + 1
         return [-1 if slot == after else slot for slot, after in zip(slots, [*slots[1:], -1])]
+
+    def logits(self, count: int) -> None:
+        """Raises PlanError if the last step has another number of rows of logits."""
+        if self.rows is None or count != len(self.rows.logit_rows):
+            raise PlanError(f"{count} draws for {0 if self.rows is None else len(self.rows.logit_rows)} rows of logits")
 
     def commit(self, accepted: np.ndarray) -> None:
         """Raises PlanError if there is no step to commit, or it is committed already."""

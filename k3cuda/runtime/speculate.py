@@ -64,7 +64,9 @@ class Speculator:
         asking = [w for w in work if w.num_drafts]
         if not asking:
             return work
-        found = dict(zip(map(id, asking), self._backend.propose([self._ask(w.sequence) for w in asking])))
+        # One answer serves all: the host reads the drafts of a step, or none.
+        is_read = self.drafting.confidence_threshold is not None or any(w.sequence.params.has_penalties for w in asking)
+        found = dict(zip(map(id, asking), self._backend.propose([self._ask(w.sequence, is_read) for w in asking])))
         out = []
         for w in work:
             if w.num_drafts:
@@ -82,10 +84,10 @@ class Speculator:
                 asks.append(Judge(w.sequence.slot, w.draft_ids, tuple(w.sequence.draw(first + i, w.draft_ids[:i]) for i in range(len(w.draft_ids) + 1))))
         return self._backend.accept(asks) if asks else []
 
-    def _ask(self, sequence: Sequence) -> DraftAsk:
+    def _ask(self, sequence: Sequence, is_read: bool) -> DraftAsk:
         params = sequence.params
         is_drawn = self.drafting.draft_sampling != GREEDY and not params.greedy
-        return DraftAsk(sequence.slot, sequence.tokens[-1], len(sequence.tokens) - 1, params.seed, params.temperature if is_drawn else 0.0)
+        return DraftAsk(sequence.slot, sequence.tokens[-1], len(sequence.tokens) - 1, params.seed, params.temperature if is_drawn else 0.0, is_read)
 
     def _sure(self, drafted) -> tuple[int, ...]:
         """The drafts before the first that is too unlikely to stand. That it is left out must not depend on its own token: it does not."""

@@ -85,7 +85,7 @@ class StepLoad(ctypes.Structure):
     """`struct StepLoad` of step_io.cuh; a test compares it with the compiled one."""
 
     _fields_ = [("inputs", ctypes.c_void_p), ("arenas", ctypes.c_void_p), *((n, ctypes.c_int) for n in ("ranks", "first", "last", "token_ids", "row_slot", "rows")),
-                *((n, ctypes.c_void_p) for n in ("slot_tokens", "draws", "penalties", "draws_to", "penalties_to")), ("draw_words", ctypes.c_int),
+                *((n, ctypes.c_void_p) for n in ("slot_tokens", "draft_ids", "draws", "penalties", "draws_to", "penalties_to")), ("draw_words", ctypes.c_int),
                 ("penalty_words", ctypes.c_void_p), ("began", ctypes.c_void_p)]
 
 

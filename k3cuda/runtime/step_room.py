@@ -44,20 +44,42 @@ def mla_work_bytes(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages:
     return mla_partials(cfg, tp, slots, slot_pages) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
 
 
-def rank_room(plan: Plan, slots: int, tokens: int, kv_cache_dtype: str) -> int:
-    """Bytes of a rank beside its weights, for `slots` sequences of up to `tokens` tokens, `KERNEL_BYTES` left out."""
-    slot_pages = -(-tokens // PAGE_SIZE)
+def slot_pages_of(tokens: int, draft: DraftPlan | None = None) -> int:
+    """Pages of a slot for `tokens` tokens, and behind them for the rows of a draft's last block but its first."""
+    return -(-(tokens + spare_positions(draft)) // PAGE_SIZE)
+
+
+def spare_positions(draft: DraftPlan | None) -> int:
+    return draft.block_rows - 1 if draft else 0
+
+
+def rank_room(plan: Plan, slots: int, tokens: int, kv_cache_dtype: str, draft: DraftPlan | None = None) -> int:
+    """Bytes of a rank beside its weights and its draft's, for `slots` sequences of up to `tokens` tokens, `KERNEL_BYTES` left out."""
+    slot_pages = slot_pages_of(tokens, draft)
+    room = _memory_bytes(plan, slots, slot_pages, kv_cache_dtype)
+    return room if draft is None else room + _memory_bytes(draft, slots, slot_pages, "bf16") + accept_work_bytes(draft.cfg.vocab_size)
+
+
+def accept_work_bytes(vocab_size: int) -> int:
+    """Bytes of the laws that acceptance keeps of every row of logits, the target's and the draft's, F32."""
+    return 2 * DECODE_ROWS * vocab_size * 4
+
+
+def _memory_bytes(plan: Plan | DraftPlan, slots: int, slot_pages: int, kv_cache_dtype: str) -> int:
+    """Of a `RankMemory`."""
     session = session_bytes(plan, slots, slots * slot_pages, slot_pages, kv_cache_dtype)
-    return arena_offsets(plan)[1] + sum(session.values()) + mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages)
+    work = mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages) if "mla_cache" in session else 0
+    return arena_offsets(plan)[1] + sum(session.values()) + work
 
 
-def longest_fit(plan: Plan, room: int, slots: int, kv_cache_dtype: str) -> int:
-    """The most tokens, whole pages but for the model's own limit, for which `rank_room` is at most `room` bytes; 0: not even a page."""
-    low, high = 0, -(-plan.cfg.max_position_embeddings // PAGE_SIZE)   # pages that fit, pages that may
+def longest_fit(plan: Plan, room: int, slots: int, kv_cache_dtype: str, draft: DraftPlan | None = None) -> int:
+    """The most tokens, whole pages but for a draft's spare positions and the model's own limit, for which `rank_room` is at most `room` bytes;
+    0: not even a page."""
+    low, high = 0, slot_pages_of(plan.cfg.max_position_embeddings, draft)   # pages that fit, pages that may
     while low < high:
         middle = (low + high + 1) // 2
-        if rank_room(plan, slots, middle * PAGE_SIZE, kv_cache_dtype) <= room:
+        if rank_room(plan, slots, middle * PAGE_SIZE - spare_positions(draft), kv_cache_dtype, draft) <= room:
             low = middle
         else:
             high = middle - 1
-    return min(low * PAGE_SIZE, plan.cfg.max_position_embeddings)
+    return max(min(low * PAGE_SIZE - spare_positions(draft), plan.cfg.max_position_embeddings), 0)

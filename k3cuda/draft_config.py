@@ -3,11 +3,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
-from .config import MODEL_TYPE, TEXT_MODEL_TYPE, K3Config, load_json
+from .config import MODEL_TYPE, RELEASED_FOLDER, TEXT_MODEL_TYPE, K3Config, load_json
 from .draft_keys import REQUIRED, Keys
 from .draft_rope import Rope, read_rope
 from .errors import ConfigError
 
+RELEASED_DRAFT = RELEASED_FOLDER.parent / "kimi_k3_dspark" / "config.json"   # of a public draft for it, without weights, known to bench
 MLA, GQA = "mla", "gqa"
 MLA_TYPE, GQA_TYPE, SPECULATORS_TYPE = "k3_dspark", "qwen3", "dspark"
 PREFIX, ATTN_RES = "prefix", "attn_res"  # the two tensors that public code calls the hidden state behind a layer (docs/dspark.md)

@@ -33,7 +33,7 @@ class LLM:
 
     Args:
         model: the folder of a checkpoint in the released layout or of a repacked model (docs/loading.md), one .safetensors file with its config.json beside it, or "demo";
-            also an open checkpoint (runtime/tensor_source.py).
+            also an open checkpoint (runtime/tensor_source.py), or an open model (runtime/open_model.py), for which all that follows is settled.
         draft_model: a DSpark draft model for it, named likewise, or "demo-draft" with "demo"; None: no speculation.
         tp: ranks the model is cut into; None: 1, or what a repacked model is for.
         ranks: "virtual": all in this process; "processes": each in its own; "auto": what the launcher started (docs/multi-node.md).

@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, load, train, draft"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, load, train, draft, decode, decode_plain"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -24,7 +24,9 @@ case $name in
   torch) python3 scripts/compare_torch.py --output "$out/torch.json" "$@" ;;
   prefill) k3cuda bench prefill -v --rank 3 --prompt 8K --experts 887 --stages --output "$out/prefill.json" "$@" ;;
   idle) OUT=$out python3 scripts/bench_idle.py "$@" ;;
-  official) for part in step experts hops torch prefill idle load; do sh scripts/gpu.sh "$part"; done ;;
+  decode) k3cuda bench decode -v --tp 16 --batch 1,2,4,8 --draft-tokens 7 --acceptance-length 6 --input-len 1 --output-len 1000 --output "$out/decode.json" "$@" ;;
+  decode_plain) k3cuda bench decode -v --tp 16 --batch 1,2,4,8,16,32,64 --input-len 1 --output-len 200 --output "$out/decode_plain.json" "$@" ;;
+  official) for part in step experts hops torch prefill idle load decode decode_plain; do sh scripts/gpu.sh "$part"; done ;;
   # One whole rank of a stand-in of the release in holes; it also writes 16 GB really, to measure the disk.
   load) python3 scripts/load_rank.py --output "$out/load.json" "$@" ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;

@@ -11,7 +11,7 @@ from typing import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/performance.md"
-FILES = ("step", "experts", "hops", "torch", "prefill", "idle", "load")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
+FILES = ("step", "experts", "hops", "torch", "prefill", "idle", "load", "decode", "decode_plain")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
 STAGE_ROWS, STAGE_CONTEXT = (1, 8, 64), 8192
 LONG = 131072
 CAUSES = "causes.json"
@@ -58,6 +58,10 @@ def idle(data):
     return [case["idle_us_median"] for case in data.get("idle", ())]
 
 
+def draft_share(data):
+    return [100 * s["step"]["draft_share"] for s in data.get("decode", {}).get("steps", ()) if s["rows"] == 8]
+
+
 TARGETS = (
     Target("step_1", "whole step, 1 row, any context", "at most 2.0 x the floor", 2.0, True, ratios(rows=1)),
     Target("step_8", "whole step, 8 rows, any context", "at most 1.5 x the floor", 1.5, True, ratios(rows=8)),
@@ -68,6 +72,7 @@ TARGETS = (
     Target("mla_8", "latent attention at 128K, FP8 cache, 8 rows", "at least 65 % of the ceiling", 65, False, attention(8), "{:.0f}"),
     Target("prefill", "prefill, 8K prompt", "at least 8,000 tokens a second", 8000, False, prompts, "{:,.0f}"),
     Target("idle", "GPU idle between steps, median", "at most 5 µs", 5, True, idle),
+    Target("draft_share", "context rows, 7 drafts and acceptance over the 8-row step", "at most 8 %", 8, True, draft_share, "{:.1f}"),
 )
 
 CHECKS = """## What every number has passed
@@ -102,7 +107,8 @@ def page(folder: Path = FOLDER) -> str:
              "weights on one GPU,\nunless a table says otherwise. `scripts/gpu.sh NAME` makes a file; under a table stands the command that made this one."]
     parts += [targets(data, causes), CHECKS.rstrip()]
     parts += [made for name, make in (("step", whole_steps), ("step", stages), ("step", latent_attention), ("experts", experts), ("hops", hops),
-                                      ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading)) if name in data and (made := make(data[name]))]
+                                      ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading), ("decode", decoding), ("decode_plain", decoding),
+                                      ("decode", drafts)) if name in data and (made := make(data[name]))]
     missing = [f"`{name}`" for name in FILES if name not in data]
     parts += [f"Not measured yet: {', '.join(missing)}."] if missing else []
     return "\n\n".join(parts) + "\n"
@@ -197,6 +203,29 @@ def torch(found: dict) -> str:
 def prefill(found: dict) -> str:
     rows = [[kilo(p["context"]), p["steps"], f"{p['ms']:.1f}", f"{p['rows_a_second']:,.0f}", f"{p['ratio_to_floor']:.2f}"] for p in found["prompts"]]
     return "## Prefill\n\n" + table(["prompt", "steps", "ms", "tokens a second", "x floor"], rows) + source("prefill", found)
+
+
+def decoding(found: dict) -> str:
+    rows = []
+    for s in found["steps"]:
+        r = s["requests"]
+        length = r["spec_decode_acceptance_length"]
+        rows.append([s["batch"], s["rows"], f"{s['tokens_per_second']:,.1f}", f"{length:.2f}" if length else "", f"{s['ms']:.3f}", f"{r['median_ttft_ms']:.2f}",
+                     f"{r['median_tpot_ms']:.3f}", f"{r['median_e2el_ms'] / 1e3:.3f}"])
+    setup, first = found["setup"], found["steps"][0]
+    drafts, name = setup["num_drafts"], "decode" if setup["num_drafts"] else "decode_plain"
+    what = f"{drafts} drafts a step, {setup['acceptance']} acceptance of length {setup['acceptance_length']}" if drafts else "No draft"
+    head = ["requests", "rows a step", "tokens a second", "tokens a verify step", "ms a step", "TTFT, ms", "TPOT, ms", "request, s"]
+    return (f"## Decoding {'with' if drafts else 'without'} drafts\n\n{what}, prompts of {setup['input_len']}, answers of {setup['output_len']} tokens; rank {first['rank']} of "
+            f"{first['tp']}. Tokens a second are of all requests together, from when the last has its\nfirst token; the others are medians.\n\n{table(head, rows)}" + source(name, found))
+
+
+def drafts(found: dict) -> str:
+    parts = [(s["batch"], s["step"]) for s in found["steps"] if "draft_share" in (s["step"] or {})]
+    rows = [[batch, p["rows"], f"{p['ms']:.3f}", f"{p['ratio_to_floor']:.2f}", f"{p['context_us']:.0f}", f"{p['draft_us']:.0f}", f"{p['accept_us']:.0f}",
+             f"{100 * p['draft_share']:.1f}"] for batch, p in parts]
+    head = ["requests", "rows", "step and commit, ms", "x floor", "context rows, µs", "blocks and drafts, µs", "acceptance, µs", "these over the step, %"]
+    return f"## What drafts add to a step\n\n{table(head, rows)}" if rows else ""
 
 
 def gaps(found: list) -> str:

@@ -45,11 +45,11 @@ def test_a_table_is_there_only_if_its_file_is(folder):
     page = made.page(path)
     assert "| 1 | 1 | 8K | 2.500 |" in page and "| 1 | 1 | 128K | 3.000 |" in page and "64 rows of 64 at 128K not run: no room" in page
     assert "| `mla_attend` | 24 | 10.0 | 50 |" in page and "| `route` | 24 | 10.0 |  |" in page and "| all of a step |  | 480 |" in page
-    assert "## Against torch" not in page and "Not measured yet: `experts`, `hops`, `torch`, `prefill`, `idle`, `load`." in page
+    assert "## Against torch" not in page and "Not measured yet: `experts`, `hops`, `torch`, `prefill`, `idle`, `load`, `decode`, `decode_plain`." in page
     put("torch", layers=9, mb=79.0, comparison=[{"rows": 1, "torch_us": 44.6, "ours_us": 20.0, "ratio": 2.23, "torch_with_f_b_us": 47.0, "ours_with_kda_mix_us": 22.0,
                                                  "ratio_with_middle": 2.14, "floor_us": 17.3}])
     page = made.page(path)
-    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `experts`, `hops`, `prefill`, `idle`, `load`." in page
+    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `experts`, `hops`, `prefill`, `idle`, `load`, `decode`, `decode_plain`." in page
 
 
 def test_the_worst_of_all_contexts_is_judged_and_a_miss_needs_its_cause(folder):
@@ -68,8 +68,15 @@ def test_every_other_table(folder):
     put("hops", steps=[step(hop_delay_us=2.5, delayed_hops=462)])
     put("prefill", prompts=[{"context": 8192, "steps": 32, "ms": 800.0, "rows_a_second": 10240.0, "ratio_to_floor": 1.3}])
     (path / "idle.json").write_text(json.dumps([{"model": "m", "rows": 1, "sampling": {"temperature": 0}, "idle_us_median": 2.5, "idle_us_p99": 3.0, "step_us_median": 900.0}]))
+    requests = {"spec_decode_acceptance_length": 6.0, "median_ttft_ms": 9.0, "median_tpot_ms": 1.2, "median_e2el_ms": 1500.0}
+    decoded = {"batch": 1, "rows": 8, "tp": 16, "rank": 0, "ms": 7.25, "tokens_per_second": 830.0, "requests": requests,
+               "step": step(8, ratio=3.0) | {"context_us": 40.4, "draft_us": 240.0, "accept_us": 39.6, "draft_share": 0.0533}}
+    setup = {"num_drafts": 7, "acceptance": "synthetic", "acceptance_length": 6.0, "input_len": 1, "output_len": 1000}
+    put("decode", steps=[decoded], setup=setup)
+    put("decode_plain", steps=[decoded | {"rows": 1, "requests": requests | {"spec_decode_acceptance_length": None}}], setup=setup | {"num_drafts": None})
     page = made.page(path)
-    for line in ("| 8 | 120 | 2.800 | 1.40 | 10.0 (90) | 10.0 (70) |", "| 1 | 2.5 | 462 | 2.500 | 1.25 |", "| 8K | 32 | 800.0 | 10,240 | 1.30 |", "| m | 1 |",
+    for line in ("| 1 | 8 | 830.0 | 6.00 | 7.250 | 9.00 | 1.200 | 1.500 |", "| 1 | 1 | 830.0 |  | 7.250 | 9.00 | 1.200 | 1.500 |", "7 drafts a step, synthetic acceptance of length 6.0",
+                 "| 1 | 8 | 6.000 | 3.00 | 40 | 240 | 40 | 5.3 |", "| context rows, 7 drafts and acceptance over the 8-row step | at most 8 % | 5.3 | yes |", "| 8 | 120 | 2.800 | 1.40 | 10.0 (90) | 10.0 (70) |", "| 1 | 2.5 | 462 | 2.500 | 1.25 |", "| 8K | 32 | 800.0 | 10,240 | 1.30 |", "| m | 1 |",
                  "| prefill, 8K prompt | at least 8,000 tokens a second | 10,240 | yes |", "| GPU idle between steps, median | at most 5 µs | 2.50 | yes |"):
         assert line in page, line
 

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from command import ROOT, k3, k3_json
 from scripted import fake  # noqa: F401
+from test_draft_config import INFERACT
 
 from k3cuda import SamplingParams
 from k3cuda.cli.bench_table import end, failures
+from k3cuda.draft_config import RELEASED_DRAFT
 from k3cuda.errors import BenchmarkError
+from k3cuda.runtime.machine import probe_driver
 from k3cuda.runtime.request import Speculative
 from k3cuda.runtime.request_times import Times, decoding, measure, percentiles, summary
 
@@ -140,3 +143,17 @@ def test_decoding_alone(flags, rows, length):
 def test_a_batch_that_does_not_fit_with_its_drafts_is_refused():
     done = k3("bench", "decode", "demo", "--batch", "1,16", "--draft-model", "demo-draft", code=2)
     assert b"max_batch: found 16, but with 7 drafts" in done.stderr
+
+
+@pytest.mark.parametrize("flags, code, words", [
+    ([], 5, b"no NVIDIA driver"), (["--draft-tokens", 7, "--acceptance-length", 6], 5, b"no NVIDIA driver"),
+    (["--decode-backend", "reference"], 2, b"--decode-backend: found 'reference' without a MODEL"), (["--ranks", "processes"], 2, b"--ranks: found 'processes'"),
+    (["--draft-model", "x"], 2, b"--draft-model: found 'x'"), (["--rank", 16], 2, b"--rank: found 16, wanted 0 to 15")])
+def test_one_rank_without_a_model(flags, code, words):
+    if code == 5 and probe_driver().gpus:
+        pytest.skip("there is a GPU")
+    assert words in k3("bench", "decode", *flags, code=code).stderr
+
+
+def test_the_draft_that_is_made_for_it_is_a_public_one():
+    assert json.loads(RELEASED_DRAFT.read_text(encoding="utf-8")) == INFERACT

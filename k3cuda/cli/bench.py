@@ -115,7 +115,7 @@ def prefill(model, tp, rank, layers, kv_cache_dtype, experts, prompt, stages, ou
     Prints one JSON document: an object for each prompt and number of experts.
     """
     cfg = config_of(model, layers)
-    _check_rank(tp, rank)
+    check_rank(tp, rank)
     _check_experts(cfg, experts, MAX_ROWS)
     require_gpu()
     from ..emit import Probes
@@ -153,7 +153,7 @@ def _stages(bench, names=()) -> dict:
 def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cache_dtype, experts, hop_delay_us) -> None:
     """Calls `each(bench, walk)` for every combination; its (step, stages) go into the document."""
     cfg = config_of(model, layers)
-    _check_rank(tp, rank)
+    check_rank(tp, rank)
     shapes = [_shared(n, sequences) for n in rows]
     top_k = cfg.num_experts_per_token
     _check_experts(cfg, experts, max(rows))
@@ -173,7 +173,7 @@ def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cac
     result.close()
 
 
-def _check_rank(tp: int, rank: int) -> None:
+def check_rank(tp: int, rank: int) -> None:
     if rank >= tp:
         raise UsageError(f"--rank: found {rank}, wanted 0 to {tp - 1}", "ranks are counted from 0")
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import cupy
 import numpy as np
 
-from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
+from ..config import DECODE_ROWS, K3Config
 from ..emit import NO_PROBES, Probes, follows_collective
 from ..errors import BenchmarkError, OutOfMemory
 from ..plan import Op, build_plan
@@ -23,8 +23,9 @@ from .cuda_bench_checks import check_experts, check_step, check_time, other_buck
 from .cuda_compare import launch_groups
 from .cuda_driver import open_device
 from .cuda_kernels import bucket_of, compile_bucket, side_by_side
-from .cuda_synthetic import Filler, synthetic_weights
+from .cuda_synthetic import Filler, synthetic_draft, synthetic_weights
 from .cuda_timing import Timer
+from .drafting import Drafting
 from .step_bytes import StepBytes
 
 log = logging.getLogger("k3cuda")
@@ -40,9 +41,10 @@ class StepBench:
 
     Args:
         kv_cache_dtype: "bf16" or "fp8_e4m3".
+        drafting: a made draft beside it, whose weights are made on the device too; None: no draft.
     """
 
-    def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str):
+    def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str, drafting: Drafting | None = None):
         self.cfg, self.tp, self.rank, self.kv_cache_dtype = cfg, tp, rank, kv_cache_dtype
         self.device = open_device(0)
         self.filler, timer = Filler(self.device.arch), Timer(self.device.arch)
@@ -52,7 +54,8 @@ class StepBench:
         self.ceiling = timer.read_ceiling(pool, self.device.name)
         del pool
         cupy.get_default_memory_pool().free_all_blocks()
-        self.source, self._plan, start = SimpleNamespace(cfg=cfg), build_plan(cfg, tp), time.perf_counter()
+        self.source, self._plan, start = SimpleNamespace(cfg=cfg), build_plan(cfg, tp, drafting and drafting.taps), time.perf_counter()
+        self.drafting = drafting
         self._weights = synthetic_weights(self._plan, self.source, tp, rank, arch=self.device.arch)
         log.info("weights made in %.1f s", time.perf_counter() - start)
         self.backend = self.unpacked = None
@@ -76,9 +79,10 @@ class StepBench:
     def _open(self, sequences: int, max_model_len: int, probes: Probes) -> None:
         self.backend = be = CudaBackend(
             self.source, self.tp, only_rank=self.rank if self.tp > 1 else None, max_batch=sequences, max_model_len=max_model_len,
-            kv_cache_dtype=self.kv_cache_dtype, probes=probes, weights=lambda *_: self._weights)
+            kv_cache_dtype=self.kv_cache_dtype, probes=probes, weights=lambda *_: self._weights, drafting=self.drafting,
+            draft_weights=partial(synthetic_draft, arch=self.device.arch))
         self.timer, self.memory = Timer(self.device.arch, be.stream), be.memories[0]
-        self.pages_a_slot = -(-max_model_len // PAGE_SIZE)
+        self.pages_a_slot = be.num_pages // be.num_slots
         for slot in range(sequences):
             be.open_slot(slot, range(slot * self.pages_a_slot, (slot + 1) * self.pages_a_slot))
         cache, state, conv = (self.memory.session[n] for n in ("mla_cache", *STATES))

@@ -1,4 +1,4 @@
-"""Random weights of one rank made on the device, in kernel order: a rank of the full model without its checkpoint.
+"""Random weights of one rank made on the device, in kernel order: a rank of the full model, or of its draft, without a checkpoint.
 
 Linears and experts are drawn on the GPU from the same distributions as runtime/made_model.py; what is small and has structure
 (norms, decays, convs) is that module's own, tensor for tensor.
@@ -10,13 +10,17 @@ import cupy
 import numpy as np
 
 from .. import packing
+from ..draft_plan import DraftPlan
+from ..draft_weights import BY_NAME as DRAFT_WEIGHT
 from ..packing import PACKED, Packed
-from ..plan import Op, Plan
+from ..plan import Plan
 from ..weights import BY_NAME, rank_bytes
 from . import repack
 from .cuda_driver import Launch, Module
 from .cuda_jit import compile_cuda
+from .cuda_upload import draft_weights
 from .cuda_weights import packed_array, packed_bytes
+from .made_draft import MadeDraft
 from .made_model import MadeCheckpoint, scale_byte, value_range
 
 _BLOCKS, _THREADS = 1056, 512
@@ -41,18 +45,26 @@ def synthetic_weights(plan: Plan, cfg_source, tp: int, rank: int, *, arch: str, 
     for op in plan.ops:
         groups = PACKED.get(op.stage.name, ())
         if groups:
-            held[op.layer, op.stage.name] = [_array(p, op, made, tp, rank, filler, seed) for p in groups]
+            held[op.layer, op.stage.name] = [_array(p, op.layer, made, tp, rank, filler, f"{seed}", BY_NAME) for p in groups]
     cupy.cuda.runtime.deviceSynchronize()
     return held
 
 
-def _array(p: Packed, op: Op, made: MadeCheckpoint, tp: int, rank: int, filler: Filler, seed: int) -> cupy.ndarray:
-    cfg, weight = made.cfg, BY_NAME[p.sources[0]]
+def synthetic_draft(plan: DraftPlan, source: MadeDraft, tp: int, rank: int, shared: dict, *, arch: str) -> dict:
+    """The same of a draft, as cuda_upload.upload_draft gives it."""
+    filler = Filler(arch)
+    held = draft_weights(plan, shared, lambda p, layer: _array(p, layer, source, tp, rank, filler, f"draft {source.seed}", DRAFT_WEIGHT))
+    cupy.cuda.runtime.deviceSynchronize()
+    return held
+
+
+def _array(p: Packed, layer: int | None, made: MadeCheckpoint | MadeDraft, tp: int, rank: int, filler: Filler, seed: str, weights: dict) -> cupy.ndarray:
+    cfg, weight = made.cfg, weights[p.sources[0]]
     small = rank_bytes(weight, cfg.dims(), 1) <= _HOST_BYTES
     if p.how == packing.FOLDED or (p.how == packing.PLAIN and small):
-        return cupy.asarray(np.ascontiguousarray(packed_array(p, cfg, tp, lambda name: made.rank_slices(name, op.layer, tp, rank))).view(np.uint8).reshape(-1))
-    draw = ctypes.c_uint(crc32(f"{seed} {rank} {op.layer} {p.name}".encode()))
-    nbytes = packed_bytes(p, cfg, tp)
+        return cupy.asarray(np.ascontiguousarray(packed_array(p, cfg, tp, lambda name: made.rank_slices(name, layer, tp, rank), weights)).view(np.uint8).reshape(-1))
+    draw = ctypes.c_uint(crc32(f"{seed} {rank} {layer} {p.name}".encode()))
+    nbytes = packed_bytes(p, cfg, tp, weights)
     array = cupy.empty(nbytes, cupy.uint8)
     if p.how in (packing.EXPERTS, packing.EXPERT_PAIRS):
         _, groups = packing.leaves_and_steps(p.sources[0], cfg, tp)

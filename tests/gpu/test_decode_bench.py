@@ -1,0 +1,35 @@
+"""`bench decode` without a MODEL, on a small one: requests run, drafts are accepted by the dice, and every part of a step is timed."""
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
+
+from models import headdims  # noqa: E402
+
+from k3cuda import LLM, SamplingParams  # noqa: E402
+from k3cuda.runtime.cuda_decode import DecodeBench  # noqa: E402
+from k3cuda.runtime.drafting import Drafting  # noqa: E402
+from k3cuda.runtime.made_draft import MadeDraft, made_draft_json  # noqa: E402
+from k3cuda.runtime.request_times import decoding, measure, summary  # noqa: E402
+
+CFG, BATCH, TOKENS = headdims().cfg, 2, 32
+
+
+@pytest.mark.parametrize("drafts", [0, 7])
+def test_requests_and_parts(drafts):
+    drafting = Drafting(MadeDraft(made_draft_json(CFG), CFG), drafts, acceptance_length=6.0) if drafts else None
+    bench = DecodeBench(CFG, 4, 0, "fp8_e4m3", drafting, BATCH, 1 + TOKENS)
+    bench.prepare()
+    parts = bench.parts(BATCH, 1 + TOKENS // 2)
+    assert parts["rows"] == BATCH * (drafts + 1) and parts["ms"] >= parts["floor_ms"] > 0 and parts["checks"]["parts_read"] == 4
+    if drafts:
+        us = [parts[name] for name in ("context_us", "draft_us", "accept_us")]
+        assert min(us) > 1 and parts["draft_share"] == pytest.approx(sum(us) / parts["ms"] / 1e3, rel=0.01)
+    with LLM(bench.model) as llm:
+        captured = len(llm.backend._graphs)
+        times, seconds = measure(llm, np.array([[3], [4]]), [SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=i) for i in range(BATCH)])
+        assert len(llm.backend._graphs) == captured, "a request waited for a graph"
+        found, rates = summary(times, seconds), decoding(times)
+        assert found["failed"] == 0 and found["total_output_tokens"] == BATCH * TOKENS and rates["tokens_per_second"] > 0
+        assert found["spec_decode_acceptance_length"] == (6.0 if drafts else None)

@@ -45,7 +45,7 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("token_ids", "rows", "i32", "input", "token of each row"),
     _b("row_slot", "rows", "i32", "input", "slot whose sequence the row belongs to; rows of a slot are neighbours, oldest first; -1 pads"),
     _b("row_position", "rows", "i32", "input", "absolute position of the row's token, 0-based"),
-    _b("page_table", "slots slot_pages", "i32", "input", "page of the MLA cache that holds positions 64 j to 64 j + 63 of the slot"),
+    _b("page_table", "slots slot_pages", "i32", "input", "page of the MLA cache that holds the rank's own positions 64 j to 64 j + 63 of the slot: of a whole cache all there are"),
     _b("logit_rows", "head_rows", "i32", "input", "rows whose logits are wanted, ascending; -1 pads"),
     _b("row_accepted", "rows", "u8", "input", "1 where commit shall advance the slot's state over the row"),
 
@@ -78,6 +78,9 @@ BUFFERS: tuple[Buffer, ...] = (
     _b("mla_q_latent", "rows q_lora_rank", "bf16", "step", "normed low-rank query"),
     _b("mla_q", "rows num_attention_heads mla_qk_head_dim", "bf16", "step", "query, nope part first", 1),
     _b("mla_q_absorbed", "rows num_attention_heads mla_cache_dim", "bf16", "step", "query against a cache row", 1),
+    _b("mla_q_group", "rows group_heads mla_cache_dim", "bf16", "step", "mla_q_absorbed of the group's ranks; empty where the cache is whole"),
+    _b("mla_own", "rows group_heads mla_own_dim", "f32", "step", "over the rank's own positions: weighted sum of latents, largest score, sum of weights; empty where the cache is whole"),
+    _b("mla_owns", "group rows num_attention_heads mla_own_dim", "f32", "step", "mla_own of the group's ranks, this rank's heads", 2),
     _b("mla_o_latent", "rows num_attention_heads kv_lora_rank", "bf16", "step", "attention's mean of cached latents", 1),
     _b("mixer_out", "rows kda_dim", "bf16", "step", "gated attention output, heads side by side", 1),
     _b("attn_partial", "rows hidden_size", "f32", "step", "o_proj over this rank's heads"),
@@ -109,10 +112,13 @@ BUFFERS: tuple[Buffer, ...] = (
 BY_NAME = {b.name: b for b in BUFFERS}
 
 
-def step_dims(cfg: K3Config, *, tp: int, rows: int = MAX_ROWS, slots: int, pages: int, slot_pages: int, num_taps: int = 0) -> dict[str, int]:
-    """Sizes of `K3Config.dims()` and those that belong to the machine: ranks, rows a step, slots, cache pages, taps of a draft model."""
-    few = min(rows, DECODE_ROWS)
-    return cfg.dims() | {"ranks": tp, "rows": rows, "decode_rows": few, "head_rows": few, "slots": slots, "pages": pages, "slot_pages": slot_pages,
+def step_dims(cfg: K3Config, *, tp: int, dcp: int = 1, rows: int = MAX_ROWS, slots: int, pages: int, slot_pages: int, num_taps: int = 0) -> dict[str, int]:
+    """Sizes of `K3Config.dims()` and those that belong to the machine: ranks, rows a step, slots, cache pages, taps of a draft model.
+
+    `dcp`: ranks of a group that holds the MLA cache together; with one there is none, and what passes in it is empty.
+    """
+    few, group = min(rows, DECODE_ROWS), dcp if dcp > 1 else 0
+    return cfg.dims() | {"group": group, "group_heads": cfg.num_attention_heads // tp * group} | {"ranks": tp, "rows": rows, "decode_rows": few, "head_rows": few, "slots": slots, "pages": pages, "slot_pages": slot_pages,
                          "page_size": PAGE_SIZE, "three": 3, "num_taps": num_taps}
 
 

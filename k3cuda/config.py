@@ -130,6 +130,7 @@ class K3Config:
             "mla_kv_b_dim": self.num_attention_heads * (self.qk_nope_head_dim + self.v_head_dim),
             "mla_v_dim": self.num_attention_heads * self.v_head_dim,
             "mla_cache_dim": self.kv_lora_rank + self.qk_rope_head_dim,
+            "mla_own_dim": self.kv_lora_rank + 2,  # a sum of latents, and the two numbers that say what it weighs
             "shared_intermediate_size": shared,
             "latent_packed": self.routed_expert_hidden_size // MXFP4_PER_BYTE,
             "latent_groups": self.routed_expert_hidden_size // MXFP4_GROUP,

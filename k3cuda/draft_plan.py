@@ -31,6 +31,8 @@ class DraftPlan:
     ops: tuple[Op, ...]
     block_rows: int
 
+    dcp = 1   # its cache is whole on every rank, whatever the target's is
+
     @property
     def max_seqs(self) -> int:
         """Sequences whose blocks fit one step, and one verify step with all their drafts."""

@@ -140,7 +140,7 @@ def _buffers(plan: Plan | DraftPlan, t: Tables, rows: int, kv: str, ride: bool) 
     lines += [f"K3_DEVICE {kind}* {n}(const Step& s) {{ return ({kind}*)(s.arena + {offsets[n]}ull); }}" for n, (kind, _) in t.work.items()]
     lines += dict.fromkeys(f"K3_DEVICE const {_weight_type(p, t)}* w_{p.name}(const OpArgs& op) {{ return (const {_weight_type(p, t)}*)op.w[{i}]; }}"
                            for group in t.packed.values() for i, p in enumerate(group))
-    lines += [_put(m, plan, t, offsets, ride and not (rows > DECODE_ROWS and m.how == STACK)) for s in t.stages for m in s.moves if m.source in t.buffers]
+    lines += [_put(m, plan, t, offsets, ride and not (rows > DECODE_ROWS and m.how == STACK)) for s in t.stages for m in s.moves if m.source in t.buffers and not m.in_group]
     # Stages that a draft shares with the target store by `put` what no collective of a draft moves, and name buffers that this draft has not.
     moved = {m.source for s in t.stages for m in s.moves}
     lines += [_put(m, plan, t, offsets, False) for s in STAGES for m in s.moves if m.source in t.buffers and m.source not in moved]
@@ -223,6 +223,7 @@ class MoveLayout:
         source_row, target_row: from row to row there.
         slot: from rank to rank in the target.
         is_cut: the slice depends on who receives it: it stands behind those for the ranks before.
+        ranks: neighbours that take part, all of them or a group.
     """
 
     slice: int
@@ -230,15 +231,17 @@ class MoveLayout:
     target_row: int
     slot: int
     is_cut: bool
+    ranks: int
 
 
 def layout_of(move: Move, tp: int, t: Tables) -> MoveLayout:
     """The layout of a move over `tp` ranks, from the shapes of its buffers."""
     source = t.buffers[move.source]
     size, width = DTYPE_BYTES[source.dtype], prod(buffer_shape(source, t.dims)[1:])
-    part = width // tp if move.how == SCATTER else width
+    ranks = t.dims["group"] if move.in_group else tp
+    part = width // ranks if move.how == SCATTER else width
     slot = part if move.how == GATHER else part * (DECODE_ROWS if move.how == STACK else MAX_ROWS)
-    return MoveLayout(part * size, width * size, (width * tp if move.how == GATHER else part) * size, slot * size, move.how == SCATTER)
+    return MoveLayout(part * size, width * size, (width * ranks if move.how == GATHER else part) * size, slot * size, move.how == SCATTER, ranks)
 
 
 def _collective(stage: Stage, plan: Plan, t: Tables, rows: int, sms: int, ride: bool) -> str:
@@ -254,9 +257,9 @@ def _collective(stage: Stage, plan: Plan, t: Tables, rows: int, sms: int, ride: 
         if ride:
             continue
         at = layout_of(m, plan.tp, t)
-        units += plan.tp * rows * at.slice // 16
+        units += at.ranks * rows * at.slice // 16
         moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, kRows, {at.slice}, {at.source_row}, {at.target_row}, {at.slot}ull, "
-                     f"{str(at.is_cut).lower()}>(s);")
+                     f"{str(at.is_cut).lower()}, {at.ranks}>(s);")
     return (f"namespace stage {{ struct {stage.name} : StageDefaults {{\n  static constexpr int kBlocks = {max(1, min(sms, units // 256))}, kThreads = 256;\n"
             "  static __device__ void run(const Step& s, const OpArgs&) {\n    grid_wait();\n    grid_launch_next();\n    "
             + "\n    ".join(moves) + "\n  }\n}; }")

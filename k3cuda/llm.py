@@ -36,8 +36,8 @@ class LLM:
             also an open checkpoint (runtime/tensor_source.py), or an open model (runtime/open_model.py), for which all that follows is settled.
         draft_model: a DSpark draft model for it, named likewise, or "demo-draft" with "demo"; None: no speculation.
         tp: ranks the model is cut into; None: 1, or what a repacked model is for.
-        ranks: "virtual": all in this process; "processes": each in its own; "auto": what the launcher started (docs/multi-node.md).
-        rendezvous_timeout: seconds that processes have to find each other.
+        dcp: how many ranks hold the MLA cache together, a divisor of `tp`; 1: every rank holds all of it.
+        ranks: "virtual": all in this process; "processes": each in its own, which have `rendezvous_timeout` seconds to find each other; "auto": what the launcher started.
         decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
         max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.
         max_batch: requests that run at once, 1 to 64; more are queued. None: 8, or as many as fit one step with their drafts.
@@ -63,12 +63,12 @@ class LLM:
         RankDied, RanksDiffer: also in every later call: another process died, hung, or decided differently.
     """
 
-    def __init__(self, model="demo", draft_model=None, tp=None, *, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
+    def __init__(self, model="demo", draft_model=None, tp=None, *, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
                  activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, ranks="auto", rendezvous_timeout=60, seed=None, **drafting):
         self._engine = None
         seed = SamplingParams(seed=seed).seed  # the same rules
         start = time.perf_counter()
-        opened = open_model(model, draft_model, tp=tp, decode_backend=decode_backend, max_model_len=max_model_len, max_batch=max_batch,
+        opened = open_model(model, draft_model, tp=tp, dcp=dcp, decode_backend=decode_backend, max_model_len=max_model_len, max_batch=max_batch,
                             kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype, prefix_cache=prefix_cache, load_mode=load_mode,
                             load_progress=load_progress, ranks=ranks, rendezvous_timeout=rendezvous_timeout, **drafting)
         self.load_s = time.perf_counter() - start

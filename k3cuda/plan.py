@@ -1,10 +1,11 @@
 """The ordered operations of a step: which stage at which layer, and what each must wait for."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Iterable
 
 from . import buffers, weights
 from .buffers import Buffer
 from .config import K3Config
+from .context_split import check_dcp
 from .errors import PlanError
 from .stages import BY_NAME as STAGE
 from .stages import STAGES, Stage, runs_in
@@ -44,13 +45,17 @@ class Taps:
 
 @dataclass(frozen=True)
 class Plan:
-    """`ops` of one step on each of `tp` ranks, in an order that satisfies every wait, and those of its `commit`."""
+    """`ops` of one step on each of `tp` ranks, in an order that satisfies every wait, and those of its `commit`.
+
+    `dcp` of them hold the MLA cache together (context_split.py).
+    """
 
     cfg: K3Config
     tp: int
     ops: tuple[Op, ...]
     commit: tuple[Op, ...]
     taps: Taps | None = None
+    dcp: int = 1
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -62,16 +67,17 @@ class Plan:
 
 
 def aliases(stages: Iterable[Stage], tp: int) -> dict[str, str]:
-    """With one rank there is nothing to exchange: target of each collective -> the buffer that is the same memory."""
-    return {m.target: m.source for s in stages for m in s.moves} if tp == 1 else {}
+    """With one rank there is nothing to exchange: target of each collective -> the buffer that is the same memory. One rank is no group."""
+    return {m.target: m.source for s in stages for m in s.moves if not m.in_group} if tp == 1 else {}
 
 
-def build_plan(cfg: K3Config, tp: int = 1, taps: Taps | None = None) -> Plan:
-    """Orders the stages for a model cut over `tp` ranks and derives every wait.
+def build_plan(cfg: K3Config, tp: int = 1, taps: Taps | None = None, dcp: int = 1) -> Plan:
+    """Orders the stages for a model cut over `tp` ranks, whose MLA cache `dcp` of them hold together, and derives every wait.
 
-    Raises ConfigError if the model cannot be cut so, PlanError if the tables contradict themselves.
+    Raises ConfigError if the model cannot be cut so, UsageError if `dcp` does not divide `tp`, PlanError if the tables contradict themselves.
     """
     weights.check_tp(cfg, tp)
+    check_dcp(tp, dcp)
     stages = [s for s in STAGES if tp > 1 or not s.moves]
     ops, commit, kinds, blocks = [], [], {True: 0, False: 0}, 0
     ops += [Op(s, None, 0, blocks) for s in stages if s.where == "start"]
@@ -79,15 +85,15 @@ def build_plan(cfg: K3Config, tp: int = 1, taps: Taps | None = None) -> Plan:
         ops += _tap_ops(taps, layer, blocks)
         kda = cfg.is_kda(layer)
         for stage in stages:
-            if runs_in(stage, cfg, layer):
+            if runs_in(stage, cfg, layer, dcp > 1):
                 (commit if stage.where == "commit" else ops).append(Op(stage, layer, kinds[kda], blocks))
                 blocks += stage.name == "attn_mix" and cfg.opens_res_block(layer)
         kinds[kda] += 1
     ops += _tap_ops(taps, cfg.num_hidden_layers, blocks, is_end=True)
     ops += [Op(s, None, 0, blocks) for s in stages if s.where == "end"]
-    plan = Plan(cfg, tp, tuple(ops), tuple(commit), taps)
+    plan = Plan(cfg, tp, tuple(ops), tuple(commit), taps, dcp)
     validate(plan)
-    return Plan(cfg, tp, with_waits(ops, plan.aliases), with_waits(commit, plan.aliases), taps)
+    return replace(plan, ops=with_waits(ops, plan.aliases), commit=with_waits(commit, plan.aliases))
 
 
 def _tap_ops(taps: Taps | None, layer: int, blocks: int, is_end: bool = False) -> list[Op]:

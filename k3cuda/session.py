@@ -41,7 +41,7 @@ class Session:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Where its rows are in the MLA cache, in order of position: 64 a page. Forks share pages that were full."""
+        """Where its rows are in the MLA cache, in order of position: 64 a page on each rank that holds a part of it. Forks share pages that were full."""
         self._by_hand()
         return self._held.pages
 

@@ -20,13 +20,14 @@ class Move:
     source: str
     target: str
     how: str
+    in_group: bool = False   # between the ranks that hold one MLA cache together (context_split.py), not between all
 
 
 @dataclass(frozen=True)
 class Stage:
     name: str
     header: str                      # file under kernels_cu/stages and module under reference; "" for a collective
-    where: str                       # start, layer, kda, mla, dense, moe, tap, end, commit
+    where: str                       # start, layer, kda, mla, mla_whole or mla_split (by the cache), dense, moe, tap, end, commit
     reads: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()     # every live row is defined afterwards, whatever was there
@@ -76,7 +77,12 @@ STAGES: tuple[Stage, ...] = (
        weights="mla_q_a_layernorm mla_kv_a_layernorm", writes="mla_q_latent", updates="mla_cache"),
     _s("mla_q", "mla", "mla", reads="mla_q_latent", weights="mla_q_b_proj", writes="mla_q"),
     _s("mla_absorb", "mla", "mla", reads="mla_q", weights="mla_kv_b_proj", writes="mla_q_absorbed"),
-    _s("mla_attend", "mla", "mla", reads="row_slot row_position page_table mla_q_absorbed mla_cache", writes="mla_o_latent"),
+    _s("mla_attend", "mla", "mla_whole", reads="row_slot row_position page_table mla_q_absorbed mla_cache", writes="mla_o_latent"),
+    # A cache that is split over a group: every rank takes the queries of all of the group's heads to its own positions.
+    _collective("mla_q_exchange", "mla_split", ("mla_q_absorbed", "mla_q_group", GATHER, True)),
+    _s("mla_attend_own", "mla", "mla_split", reads="row_slot row_position page_table mla_q_group mla_cache", writes="mla_own"),
+    _collective("mla_own_exchange", "mla_split", ("mla_own", "mla_owns", SCATTER, True)),
+    _s("mla_merge", "mla", "mla_split", reads="mla_owns", writes="mla_o_latent"),
     _s("mla_out", "mla", "mla", reads="mla_o_latent mla_out_gate", weights="mla_kv_b_proj", writes="mixer_out"),
 
     _s("o_proj", "o_proj", "layer", reads="mixer_out", weights="o_proj", writes="attn_partial"),
@@ -123,8 +129,8 @@ STAGES: tuple[Stage, ...] = (
 BY_NAME = {s.name: s for s in STAGES}
 
 
-def runs_in(stage: Stage, cfg: K3Config, layer: int) -> bool:
-    """Whether a stage of the layers runs in `layer`."""
+def runs_in(stage: Stage, cfg: K3Config, layer: int, is_split: bool) -> bool:
+    """Whether a stage of the layers runs in `layer`. `is_split`: the MLA cache is split over ranks."""
     kda, dense = cfg.is_kda(layer), cfg.is_dense(layer)
-    return {"layer": True, "kda": kda, "mla": not kda, "dense": dense, "moe": not dense,
-            "commit": kda}.get(stage.where, False)
+    return {"layer": True, "kda": kda, "mla": not kda, "mla_whole": not kda and not is_split, "mla_split": not kda and is_split,
+            "dense": dense, "moe": not dense, "commit": kda}.get(stage.where, False)

@@ -1,9 +1,10 @@
 """What emission, packing and memory read of a description, the target's or a draft's, under one set of names."""
+import functools
 from dataclasses import dataclass
 
 from . import packing
 from .buffers import BUFFERS, DTYPE_BYTES, Buffer, step_dims
-from .config import DECODE_ROWS, MAX_ROWS
+from .config import DECODE_ROWS, MAX_ROWS, K3Config
 from .draft_buffers import DRAFT_BUFFERS, draft_dims
 from .draft_config import GQA
 from .draft_plan import DraftPlan
@@ -61,7 +62,7 @@ def tables_of(plan: Plan | DraftPlan, slots: int = 1, pages: int = 1, slot_pages
     machine = {"tp": plan.tp, "slots": slots, "pages": pages, "slot_pages": slot_pages}
     if isinstance(plan, DraftPlan):
         return _draft(plan, machine)
-    dims = step_dims(plan.cfg, num_taps=plan.num_taps, **machine)
+    dims = step_dims(plan.cfg, dcp=plan.dcp, num_taps=plan.num_taps, **machine)
     return Tables({b.name: b for b in BUFFERS}, SESSION, WEIGHT, PACKED, STAGES, plan.ops + plan.commit, dims, _target_work(plan, dims))
 
 
@@ -87,15 +88,16 @@ def _target_work(plan: Plan, dims: dict[str, int]) -> dict[str, tuple[str, int]]
     items = MAX_ROWS * plan.cfg.num_experts_per_token
     kda = 4 * MAX_ROWS * dims["kda_dim"] // plan.tp
     return {"expert_list": ("u8", 8 + 4 * (items + 1) + 2 * items), "mla_info": ("u8", 16 * DECODE_ROWS), "mla_next": ("int", 4),
-            "kda_q": ("float", kda), "kda_fade": ("float", kda), "kda_o": ("float", kda), "product_work": ("u8", max(_leaf_sums(plan).values()))}
+            "kda_q": ("float", kda), "kda_fade": ("float", kda), "kda_o": ("float", kda), "product_work": ("u8", max(_leaf_sums(plan.cfg, plan.tp).values()))}
 
 
-def _leaf_sums(plan: Plan) -> dict[str, int]:
+@functools.cache
+def _leaf_sums(cfg: K3Config, tp: int) -> dict[str, int]:
     """Bytes of what a widest step keeps of a product before the last sum, F32: leaf sums (wide_core.cuh), results of items (expert_wide.cuh)."""
-    cfg, dims, f32 = plan.cfg, plan.cfg.dims(), DTYPE_BYTES["f32"]
-    leaves, _ = packing.leaves_and_steps("expert_w2", cfg, plan.tp)
+    dims, f32 = cfg.dims(), DTYPE_BYTES["f32"]
+    leaves, _ = packing.leaves_and_steps("expert_w2", cfg, tp)
     out = {"expert_w2": leaves * MAX_ROWS * cfg.num_experts_per_token * cfg.routed_expert_hidden_size * f32}
     for p in (p for group in PACKED.values() for p in group if p.how in (packing.TILES, packing.PAIRS)):
-        rows = [dims[w.shape[0]] // (plan.tp if w.cut and w.cut.axis == 0 else 1) for w in map(WEIGHT.get, p.sources)]
-        out[p.name] = packing.leaves_and_steps(p.sources[-1], cfg, plan.tp)[0] * sum(-(-n // 16) * 16 for n in rows) * MAX_ROWS * f32
+        rows = [dims[w.shape[0]] // (tp if w.cut and w.cut.axis == 0 else 1) for w in map(WEIGHT.get, p.sources)]
+        out[p.name] = packing.leaves_and_steps(p.sources[-1], cfg, tp)[0] * sum(-(-n // 16) * 16 for n in rows) * MAX_ROWS * f32
     return out | {"lm_head": 0}

@@ -94,7 +94,7 @@ def measure(comm, cupy, count: int) -> list[dict]:
             for rows in ROWS:
                 values = cupy.arange(rows * width, dtype=cupy.float32).reshape(rows, width)
                 own = [values + 1e6 * comm.rank]
-                part, = carry(own)
+                part, = carry(own, comm.size)
                 size = width // comm.size
                 at = slice(comm.rank * size, (comm.rank + 1) * size) if name == "scatter" else slice(None)
                 for r, got in enumerate(part):
@@ -104,7 +104,7 @@ def measure(comm, cupy, count: int) -> list[dict]:
                 for _ in range(count):
                     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
                     begin.record()
-                    carry(own)
+                    carry(own, comm.size)
                     end.record()
                     end.synchronize()
                     us.append(1e3 * cupy.cuda.get_elapsed_time(begin, end))

@@ -45,13 +45,15 @@ class FakeBackend:
 
     name, ranks, gpu, tp, kv_cache_dtype, drafting = "fake", "virtual", None, 1, "f32", None
 
-    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, bad=None, fail=None, overlaps=False, max_logits=None):
+    def __init__(self, vocab_size=24, num_slots=4, num_pages=None, max_rows=64, max_model_len=512, bad=None, fail=None, overlaps=False, max_logits=None,
+                 page_tokens=PAGE_SIZE):
         self.cfg = SimpleNamespace(vocab_size=vocab_size)
         self.num_slots, self.max_rows, self.max_model_len = num_slots, max_rows, max_model_len
         self.max_logits = max_logits or max_rows
-        self.num_pages = num_slots * -(-max_model_len // PAGE_SIZE) if num_pages is None else num_pages
+        self.dcp, self.page_tokens = page_tokens // PAGE_SIZE, page_tokens
+        self.num_pages = num_slots * -(-max_model_len // self.page_tokens) if num_pages is None else num_pages
         self.bad, self.fail, self.calls, self.closed = bad or (lambda tokens: False), fail or {}, 0, False
-        self.cache = np.full((self.num_pages, PAGE_SIZE), EMPTY)
+        self.cache = np.full((self.num_pages, self.page_tokens), EMPTY)
         self.slots: dict[int, SimpleNamespace] = {}
         self.overlaps, self.launches, self.sampled = overlaps, 0, {}   # slot -> (position, token) last drawn
         self.rows, self.counts, self.row_counts = None, StepCounts(), []
@@ -73,8 +75,8 @@ class FakeBackend:
         hold(len(set(pages)) == len(pages) and all(0 <= p < self.num_pages for p in pages), "pages out of range or given twice")
         for i, page in enumerate(pages):
             if page not in fresh:
-                hold(page == old.pages[i] and (i + 1) * PAGE_SIZE <= len(old.tokens), "a page is shared that will be written again")
-            elif i * PAGE_SIZE < len(old.tokens):
+                hold(page == old.pages[i] and (i + 1) * self.page_tokens <= len(old.tokens), "a page is shared that will be written again")
+            elif i * self.page_tokens < len(old.tokens):
                 self.cache[page] = self.cache[old.pages[i]]
         self.slots = {s: x for s, x in self.slots.items() if s != target and not set(x.pages) & fresh}
         self.slots[target] = SimpleNamespace(pages=list(pages), tokens=list(old.tokens))
@@ -111,9 +113,9 @@ class FakeBackend:
         hold(0 <= token < self.cfg.vocab_size, "token outside the vocabulary")
         state, pending = self.slots[slot], self.pending.setdefault(slot, [])
         hold(position == len(state.tokens) + len(pending), f"position {position} does not continue slot {slot}")
-        hold(position < min(self.max_model_len, len(state.pages) * PAGE_SIZE), "position beyond the pages")
+        hold(position < min(self.max_model_len, len(state.pages) * self.page_tokens), "position beyond the pages")
         pending.append(token)
-        self.cache[state.pages[position // PAGE_SIZE], position % PAGE_SIZE] = token
+        self.cache[state.pages[position // self.page_tokens], position % self.page_tokens] = token
 
     def _law(self, slot, position):
         tokens = (self.slots[slot].tokens + self.pending[slot])[:position + 1]

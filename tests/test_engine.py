@@ -22,7 +22,8 @@ parameters = st.fixed_dictionaries({"seed": st.integers(0, 2**64 - 1), "max_toke
     "min_p": st.sampled_from([0.1]), "repetition_penalty": st.sampled_from([0.8, 1.4]), "frequency_penalty": st.sampled_from([-1, 0.7]),
     "stop": st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2)})
 # Few slots, pages and rows, so that all three run short.
-machines = st.fixed_dictionaries({"num_slots": st.integers(1, 6), "max_rows": st.sampled_from([1, 2, 5, 64]), "num_pages": st.integers(3, 12), "overlaps": st.booleans()})
+machines = st.fixed_dictionaries({"num_slots": st.integers(1, 6), "max_rows": st.sampled_from([1, 2, 5, 64]), "num_pages": st.integers(3, 12), "overlaps": st.booleans(),
+                                  "page_tokens": st.sampled_from([PAGE_SIZE, 2 * PAGE_SIZE])})
 CONTEXT = 190  # no multiple of a page; the longest prompt of the strategies fits, its answer may not
 
 
@@ -32,7 +33,7 @@ CONTEXT = 190  # no multiple of a page; the longest prompt of the strategies fit
 @given(prompts, parameters, machines)
 def test_a_request_gives_what_the_definition_says(prompt, given_, machine):
     r = request("r", prompt, **given_)
-    context = min(CONTEXT, machine["num_pages"] * PAGE_SIZE)
+    context = min(CONTEXT, machine["num_pages"] * machine["page_tokens"])
     answers, last, engine = run([r], max_model_len=CONTEXT, **machine)
     assert answers["r"] == alone(prompt, r.params, context=context)
     stats = last["r"].stats

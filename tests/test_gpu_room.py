@@ -25,7 +25,7 @@ OLD = Gpu(2, "an old one", "8.0", 80 << 30)
 
 
 def test_the_release_on_gpus_of_150_gb():
-    rows = {row["tp"]: row for row in gpu_rows(CFG, H200)}
+    rows = {row["tp"]: row for row in gpu_rows(CFG, H200) if row["dcp"] == 1}
     assert list(rows) == [1, 2, 4, 8, 16]
     for tp, row in rows.items():
         assert 0 <= row["weights_bytes"] - model_bytes(CFG, tp) < 0.02 * model_bytes(CFG, tp)   # padding to whole tiles
@@ -37,6 +37,17 @@ def test_the_release_on_gpus_of_150_gb():
         assert tokens == CFG.max_position_embeddings or rank_room(plan, 1, tokens + 64, kv) > row["room_bytes"]
 
 
+def test_ranks_that_hold_the_cache_together_hold_so_much_more():
+    """All but all of it: states, and what a step needs beside the cache, take their own whatever the cut."""
+    rows = {row["dcp"]: row["max_model_len"] for row in gpu_rows(CFG, H200, sequences=64) if row["tp"] == 16}
+    assert list(rows) == [1, 2, 4, 8, 16]
+    for dcp, fits in rows.items():
+        for kv, tokens in fits.items():
+            assert 0.94 * dcp < tokens / rows[1][kv] <= 1.01 * dcp and tokens % (64 * dcp) == 0
+            plan, room = build_plan(CFG, 16, dcp=dcp), gpu_rows(CFG, H200)[-1]["room_bytes"]
+            assert rank_room(plan, 64, tokens, kv) <= room < rank_room(plan, 64, tokens + 64 * dcp, kv)
+
+
 def test_more_sequences_leave_each_less():
     cfg = check("demo").cfg
     short = Gpu(0, "short", "9.0", 700 << 20)
@@ -46,7 +57,8 @@ def test_more_sequences_leave_each_less():
 
 def test_one_row_a_kind_of_gpu_that_runs_the_kernels():
     cfg = check("demo").cfg
-    assert [(row["gpu"], row["tp"]) for row in gpu_table(cfg, [H200, OLD, SMALL, H200])] == [(gpu.name, tp) for gpu in (H200, SMALL) for tp in (1, 2, 4)]
+    assert [(row["gpu"], row["tp"], row["dcp"]) for row in gpu_table(cfg, [H200, OLD, SMALL, H200])] == [
+        (gpu.name, *cut) for gpu in (H200, SMALL) for cut in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))]
     assert gpu_table(cfg, [OLD]) == gpu_table(cfg, []) == []
 
 
@@ -88,10 +100,10 @@ def test_check_shows_the_table(monkeypatch, capsys):
     monkeypatch.setattr(machine, "probe_driver", lambda: Driver("1", "13.0", (SMALL,)))
     assert not main(["check", "demo", "--json"], standalone_mode=False)
     rows = json.loads(capsys.readouterr().out)["facts"]["gpu_memory"]
-    assert [row["tp"] for row in rows] == [1, 2, 4] and all(row["max_model_len"]["fp8_e4m3"] == 8192 for row in rows)
+    assert [row["tp"] for row in rows] == [1, 2, 2, 4, 4, 4] and all(row["max_model_len"]["fp8_e4m3"] == 8192 for row in rows)
     assert not main(["check", "demo"], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("a small one") and line.endswith("bf16 8,192, fp8_e4m3 8,192") for line in lines) == 3
+    assert sum(line.startswith("a small one") and line.endswith("bf16 8,192, fp8_e4m3 8,192") for line in lines) == 6
     monkeypatch.setattr(machine, "probe_driver", lambda: Driver(problem="none"))
     main(["check", "demo", "--json"], standalone_mode=False)
     assert "gpu_memory" not in json.loads(capsys.readouterr().out)["facts"]

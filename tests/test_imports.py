@@ -9,7 +9,7 @@ import pytest
 import k3cuda
 
 ROOT = Path(k3cuda.__file__).parent
-DESCRIPTION = ["errors", "config", "weights", "buffers", "stages", "plan", "draft_keys", "draft_rope", "draft_config", "draft_weights", "draft_buffers",
+DESCRIPTION = ["errors", "config", "context_split", "weights", "buffers", "stages", "plan", "draft_keys", "draft_rope", "draft_config", "draft_weights", "draft_buffers",
                "draft_stages", "draft_plan", "dataflow", "packing", "tables", "emit_sizes", "emit", "phases", "schedule"]
 GPU_PACKAGES = {"cupy", "cuda", "nccl"}
 FORBIDDEN = {"torch", "triton", "jax", "numba"}

@@ -111,13 +111,24 @@ def test_version_of_the_kernel_module(line, monkeypatch):
 def test_a_probe_that_breaks_is_a_line_in_the_report(monkeypatch):
     def broken(*args):
         raise RuntimeError("oh")
-    for name in ("probe_driver", "package_versions", "probe_nvrtc", "host", "variables", "decode_backends"):
+    for name in ("probe_driver", "package_versions", "probe_nvrtc", "host", "variables", "decode_backends", "release_memory"):
         monkeypatch.setattr(machine, name, broken)
     found = machine.report()
-    assert len(found["failed"]) == 6 and found["host"] is None
+    assert len(found["failed"]) == 7 and found["host"] is None
     json.dumps(found, allow_nan=False)
     from k3cuda.cli.info import _lines
     assert "could not be found out" in list(_lines(found))
+
+
+def test_what_the_release_needs_of_these_gpus(monkeypatch):
+    gpu = machine.Gpu(0, "one", "9.0", 150_000_000_000)
+    monkeypatch.setattr(machine, "probe_driver", lambda: machine.Driver("1", "13.0", (gpu,)))
+    found = machine.report()
+    fits = {(row["tp"], row["dcp"]): row["max_model_len"]["bf16"] for row in found["release_memory"]}
+    assert len(fits) == 15 and fits[8, 8] == 0 and fits[16, 16] > 15 * fits[16, 1] > 0
+    from k3cuda.cli.info import _lines
+    lines = list(_lines(found))
+    assert any("tp 16  dcp 16  bf16" in line for line in lines) and sum("does not fit" in line for line in lines) == 10
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from k3cuda.emit import arena_offsets, layout_of
 from k3cuda.errors import DeviceError, UsageError
 from k3cuda.plan import build_plan
 from k3cuda.runtime import nccl
+from k3cuda.runtime.collectives import members
 from k3cuda.runtime.made_config import made_config
 from k3cuda.stages import GATHER, SCATTER, STACK
 from k3cuda.tables import tables_of
@@ -172,13 +173,14 @@ def test_parts_arrive_as_between_virtual_ranks(tp):
     assert lib.log == [("destroy", 2)]
 
 
+@pytest.mark.parametrize("dcp", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 64])
-def test_a_step_moves_what_the_plan_says(rows):
+def test_a_step_moves_what_the_plan_says(rows, dcp):
     """Every move of a small model on arenas in host memory, packed and spread as on a GPU, against the shapes of its buffers."""
     from k3cuda.runtime.cuda_rank import NcclMove
 
     tp, rng = 4, np.random.default_rng(rows)
-    plan = build_plan(made_config(), tp)
+    plan = build_plan(made_config(), tp, dcp=dcp)
     tables, (offsets, size) = tables_of(plan), arena_offsets(plan)
     lib = MovesMemory(tp)
     comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, tp, lib) for r in range(tp)]
@@ -195,10 +197,10 @@ def test_a_step_moves_what_the_plan_says(rows):
         return arena[of:of + math.prod(shape) * width].view(f"u{width}").reshape(shape)
 
     moves = {m: None for op in plan.ops for m in op.stage.moves}
-    assert {m.how for m in moves} == {GATHER, STACK, SCATTER}
+    assert {m.how for m in moves} == {GATHER, STACK, SCATTER} and sum(m.in_group for m in moves) == 2 * (dcp > 1)
     for m in moves:
         before, layout = [a.copy() for a in arenas], layout_of(m, tp, tables)
-        staging = [np.empty(NcclMove.staging_bytes(layout, tp, rows), np.uint8) for _ in range(tp)]
+        staging = [np.empty(NcclMove.staging_bytes(layout, rows), np.uint8) for _ in range(tp)]
         launches = [NcclMove(layout, comms[r], arenas[r].ctypes.data, offsets[m.source], offsets[m.target], rows, staging[r].ctypes.data, 77, copy2d) for r in range(tp)]
         threads = [threading.Thread(target=launch.launch) for launch in launches]
         for thread in threads:
@@ -207,13 +209,14 @@ def test_a_step_moves_what_the_plan_says(rows):
             thread.join()
         for r in range(tp):
             wanted = before[r].copy()
-            target, sources = view(wanted, m.target), [view(a, m.source)[:rows] for a in before]
+            mine = members(r, dcp if m.in_group else tp)
+            target, sources = view(wanted, m.target), [view(before[i], m.source)[:rows] for i in mine]
             if m.how == GATHER:
                 target[:rows] = np.concatenate(sources, axis=tables.buffers[m.source].cut)
             else:
-                n = target.shape[-1]
+                n, place = math.prod(target.shape[2:]), r - mine[0]
                 for i, source in enumerate(sources):
-                    target[i, :rows] = source if m.how == STACK else source[..., r * n:(r + 1) * n]
+                    target[i, :rows] = source if m.how == STACK else source.reshape(rows, -1)[:, place * n:(place + 1) * n].reshape(rows, *target.shape[2:])
             np.testing.assert_array_equal(arenas[r], wanted, err_msg=f"{m.source} on rank {r}: also what lies around the target")
 
 

@@ -47,13 +47,13 @@ ARRIVALS = st.lists(st.tuples(PIECES, st.sampled_from([1, 5, 70, 140]), st.integ
 
 @settings(max_examples=25, deadline=None)
 @given(arrivals=ARRIVALS, prefix_cache=st.integers(1, 4), num_slots=st.integers(1, 3), num_pages=st.sampled_from([None, 9, 12]), max_rows=st.sampled_from([3, 64, 256]),
-       overlaps=st.booleans())
-def test_answers_are_those_without_it(arrivals, prefix_cache, num_slots, num_pages, max_rows, overlaps):
+       overlaps=st.booleans(), page_tokens=st.sampled_from([PAGE_SIZE, 2 * PAGE_SIZE]))
+def test_answers_are_those_without_it(arrivals, prefix_cache, num_slots, num_pages, max_rows, overlaps, page_tokens):
     prompts = [sum((made(seed, n) for seed, n in pieces), []) for pieces, *_ in arrivals]
     requests = [dict(name=f"r{i}", prompt=p, max_tokens=n, seed=i, ignore_eos=True, frequency_penalty=0.5 * penalty)
                 for i, (p, (_, n, _, penalty)) in enumerate(zip(prompts, arrivals))]
     rows, found = [], []
-    for engine in (engine_with(prefix_cache, num_slots, num_pages=num_pages, max_rows=max_rows, overlaps=overlaps),
+    for engine in (engine_with(prefix_cache, num_slots, num_pages=num_pages, max_rows=max_rows, overlaps=overlaps, page_tokens=page_tokens),
                    Engine(FakeBackend(VOCAB, num_slots=num_slots, num_pages=num_pages, max_rows=max_rows))):
         answers, last = {}, {}
         for wish, (_, _, wait, _) in zip(requests, arrivals):

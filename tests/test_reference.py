@@ -224,5 +224,5 @@ def test_low_rank_norms_have_an_eps_of_their_own():
                         mla_cache=np.zeros((1, PAGE_SIZE, rank + 2), np.float32), row_slot=np.zeros(1, int), row_position=np.zeros(1, int),
                         page_table=np.zeros((1, 1), int))
     w = SimpleNamespace(mla_q_a_layernorm=np.ones(rank, np.float32), mla_kv_a_layernorm=np.ones(rank, np.float32))
-    mla.mla_norm(SimpleNamespace(cfg=SimpleNamespace(kv_lora_rank=rank), num=Numerics(), sequences=lambda slots: [(0, slice(0, 1))]), w, b, None)
+    mla.mla_norm(SimpleNamespace(cfg=SimpleNamespace(kv_lora_rank=rank), num=Numerics(), dcp=1, place=0, sequences=lambda slots: [(0, slice(0, 1))]), w, b, None)
     assert np.allclose(b.mla_q_latent, 0.5**0.5) and np.allclose(b.mla_cache[0, 0], [0.5**0.5] * rank + [small] * 2)   # 1e-3 / sqrt(1e-6 + 1e-6)

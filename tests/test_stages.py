@@ -65,6 +65,19 @@ def target(**draft):
     return Machine(be.program, be.plan.ops + be.plan.commit, dict.fromkeys(ROW_AXES, 11))
 
 
+def split():
+    """A cache that both ranks hold together, and 9 rows behind the first page of three slots: every row sees positions of either rank."""
+    be = backend(headdims(), TP, dcp=TP)
+    for slot in range(3):
+        be.open_slot(slot, [slot])
+        be.step(step_rows((slot, 0, np.arange(60) % (40 + slot))))
+        be.commit(np.ones(60, bool))
+        be.step(step_rows((slot, 60, np.arange(8) + slot)))
+        be.commit(np.ones(8, bool))
+    be.step(step_rows((1, 68, [8, 177, 99]), (0, 68, [40, 141, 42, 143, 44]), (2, 68, [17])))
+    return Machine(be.program, be.plan.ops, dict.fromkeys(ROW_AXES, 9))
+
+
 def draft(family, is_context=False, **changes):
     """Two sequences, a block of 7 rows each; `is_context`: the 9 rows whose context was made last instead."""
     source = made(family, {"num_key_value_heads": 4} | changes)
@@ -83,7 +96,7 @@ WINDOW = {"layer_types": ["full_attention", "sliding_attention"], "sliding_windo
 GATED = {"mla_use_nope": True, "mla_use_output_gate": True, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
          "rope_parameters": None}
 BUILD = {
-    "target": target, "prefix": lambda: target(target_layer_ids=[0, 2]),
+    "target": target, "split": split, "prefix": lambda: target(target_layer_ids=[0, 2]),
     "attn_res": lambda: target(target_layer_ids=[1, 3], aux_hidden_stream="attn_res"),
     "mla": lambda: draft("mla", **WINDOW), "gated": lambda: draft("mla", **GATED), "gqa": lambda: draft("gqa", confidence_head_with_markov=False, **WINDOW),
     "mla-context": lambda: draft("mla", True), "normed-context": lambda: draft("mla", True, fc_norm=True), "gqa-context": lambda: draft("gqa", True),

@@ -15,6 +15,7 @@ from engine_oracle import VOCAB, alone, drive, request, text_of  # noqa: E402
 from fake_backend import fake_logits  # noqa: E402
 
 from k3cuda.buffers import BUFFERS, BY_NAME, DTYPE_BYTES, buffer_shape, step_dims  # noqa: E402
+from k3cuda.config import PAGE_SIZE  # noqa: E402
 from k3cuda.emit import NO_PROBES, kernels_of  # noqa: E402
 from k3cuda.errors import PlanError  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
@@ -82,7 +83,7 @@ class Hash(CudaBackend):
 
     def __init__(self):
         self.cfg, self.num_slots, self.num_pages, self.max_rows, self.max_model_len = SimpleNamespace(vocab_size=VOCAB), SLOTS, 3 * SLOTS, 64, CONTEXT
-        self.memories, self.counts, self.ran = [Memory(), Memory()], StepCounts(), []
+        self.memories, self.counts, self.ran, self.page_tokens = [Memory(), Memory()], StepCounts(), [], PAGE_SIZE
         stream = SimpleNamespace(__cuda_stream__=lambda: (0, 0), synchronize=lambda: None)
         self.stream, self._is_lent = stream, False
         self._io = cuda_step_io.StepIO(self.memories, "sm_90a", stream)

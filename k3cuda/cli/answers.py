@@ -121,7 +121,7 @@ def document(output, llm) -> dict:
                    "tok_per_s": stats.tok_per_s},
         "loading": llm.loading.to_dict(),
         "speculative": stats.speculative and asdict(stats.speculative),
-        "engine": {"version": __version__, "gpu": backend.gpu, "tp": backend.tp, "kv_cache_dtype": backend.kv_cache_dtype,
+        "engine": {"version": __version__, "gpu": backend.gpu, "tp": backend.tp, "dcp": backend.dcp, "kv_cache_dtype": backend.kv_cache_dtype,
                    "decode_backend": backend.name},
     }
     if output.logprobs is not None:

@@ -60,11 +60,11 @@ def _lines(report):
 
 
 def _gpu_lines(rows):
-    yield f"{'GPU':<28}{'tp':>4}{'memory':>10}{'weights':>10}{'kernels':>10}{'left':>10}   longest context of one sequence"
+    yield f"{'GPU':<28}{'tp':>4}{'dcp':>4}{'memory':>10}{'weights':>10}{'kernels':>10}{'left':>10}   longest context of one sequence"
     for row in rows:
         sizes = "".join(f"{row[name] / 1e9:>7.1f} GB" for name in ("memory_bytes", "weights_bytes", "kernels_bytes", "room_bytes"))
         fits = ", ".join(f"{kv} {n:,}" for kv, n in row["max_model_len"].items()) if any(row["max_model_len"].values()) else "does not fit"
-        yield f"{row['gpu']:<28}{row['tp']:>4}{sizes}   {fits}"
+        yield f"{row['gpu']:<28}{row['tp']:>4}{row['dcp']:>4}{sizes}   {fits}"
 
 
 def _shown(key: str, value) -> str:

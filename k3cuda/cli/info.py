@@ -1,6 +1,7 @@
 """`k3cuda info`: what this machine has and what would run here."""
 import click
 
+from ..config import RELEASED
 from . import options
 from .output import Result
 
@@ -43,6 +44,12 @@ def _lines(report: dict):
     for backend in report["decode_backends"]:
         yield f"  {backend['name']:<20} {'runs here' if backend['runs'] else 'does not run here'}"
         yield from (f"    - {reason}" for reason in backend["reasons"])
+    if report["release_memory"]:
+        yield ""
+        yield f"{RELEASED} on such GPUs: ranks, of which so many hold the cache together, and the longest context of each of {report['release_memory'][0]['sequences']} sequences"
+        for row in report["release_memory"]:
+            fits = ", ".join(f"{kv} {n:,}" for kv, n in row["max_model_len"].items()) if any(row["max_model_len"].values()) else "does not fit"
+            yield f"  {row['gpu']:<26} tp {row['tp']:<3} dcp {row['dcp']:<3} {fits}"
     if report["variables"]:
         yield ""
         yield "variables"

@@ -47,6 +47,7 @@ sampling = flags(
 )
 
 TP_ALIASES = ["--tensor-parallel-size", "-tp", "--tp-size"]
+DCP_ALIASES = ["--decode-context-parallel-size", "-dcp"]
 
 
 def _speculative_config(ctx, option, value):
@@ -86,6 +87,8 @@ LOAD_MODE = flag("--load-mode", default="auto", metavar="NAME", aliases=["--load
                  help="How files are read: auto, direct, buffered or mmap.  [default: auto]")
 ENGINE = (
     flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=TP_ALIASES, help="Ranks to cut the model over.  [default: 1; a repacked model's own]"),
+    flag("--dcp", type=click.IntRange(min=1), default=1, metavar="N", aliases=DCP_ALIASES,
+         help="Ranks that hold the MLA cache together, a divisor of --tp.  [default: 1, each holds all of it]"),
     flag("--ranks", default="auto", metavar="HOW", help="virtual, in one process, or processes.  [default: auto, what the launcher started]"),
     flag("--rendezvous-timeout", type=float, default=60, metavar="SECONDS", help="For ranks that are processes to find each other.  [default: 60]"),
     flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],
@@ -101,7 +104,7 @@ ENGINE = (
     *flags_of(OF_A_MODEL),
 )
 engine = flags(*ENGINE)
-_ENGINE_NAMES = ("tp", "ranks", "rendezvous_timeout", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",
+_ENGINE_NAMES = ("tp", "dcp", "ranks", "rendezvous_timeout", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",
                  "draft_sampling", "draft_rows", "confidence_threshold")
 
 

@@ -6,7 +6,8 @@ Source: the released modeling code; the absorbed form equals its expanded one in
 import numpy as np
 
 from ..config import MLA_NORM_EPS, PAGE_SIZE
-from .numerics import F32, linear, linear_by_head, rms_norm, sigmoid
+from ..context_split import own_length
+from .numerics import F32, linear, linear_by_head, rms_norm, sigmoid, tree_sum
 
 
 def mla_in(m, w, b, op):
@@ -18,14 +19,15 @@ def mla_in(m, w, b, op):
 
 
 def mla_norm(m, w, b, op):
-    """Norms the low-rank query and the latent; stores latent and raw shared key in the cache, rounded as the cache stores."""
+    """Norms the low-rank query and the latent; stores latent and raw shared key in the cache, rounded as the cache stores, where the row's
+    position is the rank's own."""
     b.mla_q_latent[:] = rms_norm(b.mla_q_a, w.mla_q_a_layernorm, MLA_NORM_EPS, m.num)
     latent, key = np.split(b.mla_kv_a, [m.cfg.kv_lora_rank], axis=1)
     latent = rms_norm(latent, w.mla_kv_a_layernorm, MLA_NORM_EPS, m.num)
     for slot, rows in m.sequences(b.row_slot):
-        position = b.row_position[rows]
-        page = b.page_table[slot, position // PAGE_SIZE]
-        b.mla_cache[page, position % PAGE_SIZE] = m.num.round_cache(np.concatenate([latent[rows], key[rows]], axis=1))
+        page, row = np.divmod(b.row_position[rows], PAGE_SIZE)
+        own = page % m.dcp == m.place
+        b.mla_cache[b.page_table[slot, page[own] // m.dcp], row[own]] = m.num.round_cache(np.concatenate([latent[rows], key[rows]], axis=1)[own])
 
 
 def mla_q(m, w, b, op):
@@ -49,21 +51,51 @@ def mla_absorb(m, w, b, op):
 
 def mla_attend(m, w, b, op):
     """Softmax over every cached position up to the row's own. A row's product has a shape that only its position decides."""
-    scale = F32((m.cfg.qk_nope_head_dim + m.cfg.qk_rope_head_dim) ** -0.5)
+    for r, seen in seen_rows(m, b):
+        scores = scores_of(m, b.mla_q_absorbed[r], seen)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        b.mla_o_latent[r] = p @ seen[:, :m.cfg.kv_lora_rank]
+
+
+def mla_attend_own(m, w, b, op):
+    """Of the rank's own positions and all heads of its group, [n, group's heads, latent + 2]: the weighted sum of latents, the largest score, which
+    weighs 1 in it, and the sum of weights. A row that sees none of them: 0, -inf, 0."""
+    latent = m.cfg.kv_lora_rank
+    for r, seen in seen_rows(m, b):
+        values, top, total = np.split(b.mla_own[r], [latent, latent + 1], axis=1)
+        scores = scores_of(m, b.mla_q_group[r], seen)
+        top[:] = scores.max(-1, keepdims=True, initial=-np.inf)
+        p = np.exp(scores - top)
+        total[:] = p.sum(-1, keepdims=True)
+        values[:] = p @ seen[:, :latent]
+
+
+def mla_merge(m, w, b, op):
+    """Mean latent [n, h, latent] of what the ranks of a group attended to, mla_owns [ranks, n, h, latent + 2]: sums over places, neighbours first."""
+    values, top, total = np.split(b.mla_owns, [m.cfg.kv_lora_rank, m.cfg.kv_lora_rank + 1], axis=-1)
+    weight = np.exp(top - top.max(0))
+    b.mla_o_latent[:] = tree_sum(values * weight) / tree_sum(total * weight)
+
+
+def seen_rows(m, b):
+    """(row, cache rows that it sees of those that the rank holds, in order of position) for every row of a sequence."""
     for slot, rows in m.sequences(b.row_slot):
-        cache = slot_cache(b.mla_cache, b.page_table[slot], b.row_position[rows.stop - 1] + 1)
+        length = own_length(b.row_position[rows] + 1, m.place, m.dcp)
+        cache = slot_cache(b.mla_cache, b.page_table[slot], length[-1])
         for r in range(rows.start, rows.stop):
-            seen = cache[:b.row_position[r] + 1]
-            scores = (b.mla_q_absorbed[r] @ seen.T) * scale
-            p = np.exp(scores - scores.max(-1, keepdims=True))
-            p /= p.sum(-1, keepdims=True)
-            b.mla_o_latent[r] = p @ seen[:, :m.cfg.kv_lora_rank]
+            yield r, cache[:length[r - rows.start]]
+
+
+def scores_of(m, queries, seen):
+    """[h, n] of absorbed queries [h, cache row] over cache rows [n, cache row]."""
+    return (queries @ seen.T) * F32((m.cfg.qk_nope_head_dim + m.cfg.qk_rope_head_dim) ** -0.5)
 
 
 def slot_cache(cache, slot_pages, length):
     """The first `length` rows of a paged cache [pages, page size, ..] that lie in `slot_pages`, in order of position."""
     pages = slot_pages[:-(-length // PAGE_SIZE)]
-    if np.array_equal(pages, np.arange(pages[0], pages[0] + len(pages))):
+    if len(pages) and np.array_equal(pages, np.arange(pages[0], pages[0] + len(pages))):
         chosen = cache[pages[0]:pages[0] + len(pages)]  # neighbours need no copy
     else:
         chosen = cache[pages]

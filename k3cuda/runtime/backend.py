@@ -117,7 +117,9 @@ class Backend(Protocol):
     max_rows: int
     max_logits: int       # rows of a step that may want logits
     num_slots: int
-    num_pages: int        # pages of the MLA cache, PAGE_SIZE tokens each
+    dcp: int              # ranks that hold the MLA cache together (context_split.py)
+    num_pages: int        # pages of the MLA cache
+    page_tokens: int      # tokens of a sequence in one page
     max_model_len: int    # tokens a slot can hold
     kv_cache_dtype: str
     overlaps: bool        # whether it has `launch` and knows AS_SAMPLED

@@ -3,7 +3,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import PAGE_SIZE
 from ..errors import K3Error, PromptTooLong, UsageError
 from .backend import Backend, StepRows
 from .prompt_arrays import checked_ids
@@ -49,7 +48,7 @@ class ByHand:
     def fork(self, held: Held) -> Held:
         """A copy that goes its own way. Pages that are full are never written again, so both have them; the rest is copied. Errors of `open`."""
         self._check_sound(held)
-        copy = self._take(held.pages[:held.length // PAGE_SIZE])
+        copy = self._take(held.pages[:held.length // self._scheduler.page_tokens])
         try:
             self._backend.copy_slot(held.slot, copy.slot, copy.pages)
         except BaseException:
@@ -105,7 +104,7 @@ class ByHand:
         ids = checked_ids(token_ids, self._backend.cfg.vocab_size)
         if len(ids) > self._context:
             raise PromptTooLong(f"found {len(ids)} tokens, the context holds {self._context}", "raise max_model_len")
-        taken = self._scheduler.take(-(-len(ids) // PAGE_SIZE))   # given back below, so requests that wait lose nothing
+        taken = self._scheduler.take(self._scheduler.pages_for(len(ids)))   # given back below, so requests that wait lose nothing
         if taken is None:
             raise UsageError("no slot or cache page is free for logits", "finish or close running streams and sessions, or raise max_batch")
         held = Held(*taken)
@@ -121,10 +120,11 @@ class ByHand:
             self._scheduler.give_back(held.slot, held.pages)
 
     def _take(self, shared=()) -> Held:
-        taken = self._scheduler.lend(-(-self._context // PAGE_SIZE), shared)
+        needed = self._scheduler.pages_for(self._context)
+        taken = self._scheduler.lend(needed, shared)
         if taken is None:
             slots, pages = self._scheduler.free
-            raise UsageError(f"a session needs a slot and {-(-self._context // PAGE_SIZE) - len(shared)} cache pages; {slots} slots and {pages} pages are "
+            raise UsageError(f"a session needs a slot and {needed - len(shared)} cache pages; {slots} slots and {pages} pages are "
                              f"free, {len(self._scheduler.waiting)} requests wait for theirs", "close a session or a stream, or raise max_batch")
         return Held(*taken)
 

@@ -8,7 +8,9 @@ from . import wire
 
 
 class Collectives(Protocol):
-    """Attributes:
+    """Between the ranks of each group of `group` neighbours, which may be all of them.
+
+    Attributes:
         name: how ranks are joined, as reports say it.
         tp: ranks in all. ranks: those that this process runs.
     """
@@ -17,11 +19,11 @@ class Collectives(Protocol):
     tp: int
     ranks: range
 
-    def gather(self, sources: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """`sources`: of each rank here an array of one shape. For each rank here the arrays of all `tp` ranks, in order."""
+    def gather(self, sources: list[np.ndarray], group: int) -> list[list[np.ndarray]]:
+        """`sources`: of each rank here an array of one shape. For each rank here the arrays of all ranks of its group, in order."""
 
-    def scatter(self, sources: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """For each rank here its own of `tp` equal slices along the last axis, of every rank's array, in order."""
+    def scatter(self, sources: list[np.ndarray], group: int) -> list[list[np.ndarray]]:
+        """For each rank here its own of `group` equal slices along the last axis, of every array of its group, in order."""
 
 
 class VirtualRanks:
@@ -32,11 +34,11 @@ class VirtualRanks:
     def __init__(self, tp: int):
         self.tp, self.ranks = tp, range(tp)
 
-    def gather(self, sources):
-        return [sources] * self.tp
+    def gather(self, sources, group):
+        return [[sources[m] for m in members(r, group)] for r in self.ranks]
 
-    def scatter(self, sources):
-        return [[_slice(s, r, self.tp) for s in sources] for r in self.ranks]
+    def scatter(self, sources, group):
+        return [[_slice(sources[m], r % group, group) for m in members(r, group)] for r in self.ranks]
 
 
 class TcpRanks:
@@ -54,30 +56,32 @@ class TcpRanks:
     def __init__(self, rank: int, tp: int, data: dict[int, socket.socket], alive: Callable[[], None] = lambda: None):
         self.tp, self.ranks, self._data, self._alive = tp, range(rank, rank + 1), data, alive
 
-    def gather(self, sources):
+    def gather(self, sources, group):
         part = np.ascontiguousarray(sources[0])
-        whole = np.empty((self.tp, *part.shape), part.dtype)
+        mine = np.empty((group, *part.shape), part.dtype)
         self._alive()
         if self.ranks[0] == 0:
+            whole = np.empty((self.tp, *part.shape), part.dtype)
             self._collect(whole, part)
-            for sock in self._data.values():
-                _send(sock, whole)
+            for rank, sock in self._data.items():
+                _send(sock, whole[_slice_of(members(rank, group))])
+            mine[...] = whole[:group]
         else:
             _send(self._data[0], part)
-            wire.receive_into(self._data[0], _bytes(whole))
+            wire.receive_into(self._data[0], _bytes(mine))
         self._alive()
-        return [list(whole)]
+        return [list(mine)]
 
-    def scatter(self, sources):
-        slices = np.stack([_slice(sources[0], r, self.tp) for r in range(self.tp)])
+    def scatter(self, sources, group):
+        slices = np.stack([_slice(sources[0], place, group) for place in range(group)])
         mine = np.empty_like(slices)
         self._alive()
         if self.ranks[0] == 0:
-            everyones = np.empty((self.tp, *slices.shape), slices.dtype)   # [sender, receiver, ..]
+            everyones = np.empty((self.tp, *slices.shape), slices.dtype)   # [sender, receiver's place, ..]
             self._collect(everyones, slices)
             for rank, sock in self._data.items():
-                _send(sock, np.ascontiguousarray(everyones[:, rank]))
-            mine[...] = everyones[:, 0]
+                _send(sock, np.ascontiguousarray(everyones[_slice_of(members(rank, group)), rank % group]))
+            mine[...] = everyones[:group, 0]
         else:
             _send(self._data[0], slices)
             wire.receive_into(self._data[0], _bytes(mine))
@@ -90,9 +94,19 @@ class TcpRanks:
             wire.receive_into(sock, _bytes(whole[rank]))
 
 
-def _slice(array: np.ndarray, rank: int, tp: int) -> np.ndarray:
-    size = array.shape[-1] // tp
-    return array[..., rank * size:(rank + 1) * size]
+def members(rank: int, group: int) -> range:
+    """Ranks of the group of a rank."""
+    first = rank // group * group
+    return range(first, first + group)
+
+
+def _slice_of(ranks: range) -> slice:
+    return slice(ranks.start, ranks.stop)
+
+
+def _slice(array: np.ndarray, place: int, group: int) -> np.ndarray:
+    size = array.shape[-1] // group
+    return array[..., place * size:(place + 1) * size]
 
 
 def _bytes(array: np.ndarray) -> memoryview:

@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 
 from ..buffers import KV_BYTES
-from ..config import MAX_ROWS, PAGE_SIZE
+from ..config import MAX_ROWS
+from ..context_split import page_tokens
 from ..emit import NO_PROBES, Probes, no_kernels
 from ..errors import ConfigError, K3Error, PlanError, UsageError
 from ..plan import build_plan
@@ -39,7 +40,7 @@ class CudaBackend(StepGraphs):
 
     Args:
         source: has `cfg` and `rank_slices` (runtime/tensor_source.py).
-        tp: ranks. All of them run on this GPU, one after the other ("virtual"), unless `only_rank` is given.
+        tp: ranks. All of them run on this GPU, one after the other ("virtual"), unless `only_rank` is given. dcp: those that hold an MLA cache together.
         only_rank: runs this one rank of `tp` alone, every collective looped back to itself; its numbers mean nothing.
         max_batch: slots, 1 to 64. max_model_len: tokens a slot can hold; None: what fits, at most the model's own limit.
         kv_cache_dtype: "auto" (bf16), "bf16" or "fp8_e4m3".
@@ -57,7 +58,7 @@ class CudaBackend(StepGraphs):
     most_rows, device_index = MAX_ROWS, 0   # of a step; of the GPUs that are visible
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
-                 kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True,
+                 kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True, dcp: int = 1,
                  probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None, drafting: Drafting | None = None, draft_weights=upload_draft):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
@@ -69,7 +70,8 @@ class CudaBackend(StepGraphs):
             raise ConfigError(why, "use the reference backend")
         device, loading = open_device(self.device_index), loading or Loading()
         self.gpu, self.cfg = device.name, source.cfg
-        super().__init__(build_plan(self.cfg, tp, drafting and drafting.taps), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
+        super().__init__(build_plan(self.cfg, tp, drafting and drafting.taps, dcp), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
+        self.dcp, self.page_tokens = dcp, page_tokens(dcp)
         self.tp, self.num_slots, self.max_rows, self.drafting = tp, max_batch, self.most_rows, drafting
         self.overlaps = self.overlaps and drafting is None   # what is drafted next depends on the tokens of this step
         self.ranks = "virtual" if only_rank is None else "loopback"
@@ -101,7 +103,7 @@ class CudaBackend(StepGraphs):
         self._unbind()
         self.max_model_len = fitting_length(self.plan, self.num_slots, self.kv_cache_dtype, max_model_len, len(self._owned), self._utilization,
                                             self._limit, self.draft and self.draft.plan)
-        slot_pages = slot_pages_of(self.max_model_len, self.draft and self.draft.plan)
+        slot_pages = slot_pages_of(self.max_model_len, self.draft and self.draft.plan, self.dcp)
         self.num_pages = slot_pages * self.num_slots
         self.memories = [RankMemory(self.plan, self.num_slots, self.num_pages, slot_pages, self.kv_cache_dtype) for _ in self._owned]
         for memory, arrays in zip(self.memories, self._weights):
@@ -145,7 +147,7 @@ class CudaBackend(StepGraphs):
         self._check.open(slot)
 
     def copy_slot(self, source: int, target: int, pages) -> None:
-        used = -(-self._check.copy(source, target) // PAGE_SIZE)
+        used = -(-self._check.copy(source, target) // self.page_tokens)
         copied = [(old, new) for old, new in zip(self._page_tables.pages(source, used), pages) if old != new]
         self._after_caller()
         for memory in self.memories:

@@ -12,6 +12,7 @@ from ..config import DECODE_ROWS
 from ..emit import MoveLayout, arena_offsets, layout_of
 from ..errors import UsageError
 from ..stages import Move
+from .collectives import members
 from .cuda_backend import CudaBackend
 from .nccl import Communicator
 
@@ -28,23 +29,24 @@ class NcclMove:
 
     def __init__(self, layout: MoveLayout, comm: Communicator, arena: int, source: int, target: int, rows: int, staging: int, stream: int, copy2d: Callable):
         self.kernel, self._comm, self._stream, self._copy2d, self._rows, self._at = "nccl", comm, stream, copy2d, rows, layout
-        self._source, self._target, self._sent, self._got = arena + source, arena + target, staging, staging + rows * layout.slice * comm.size
+        self._ranks = members(comm.rank, layout.ranks)
+        self._source, self._target, self._sent, self._got = arena + source, arena + target, staging, staging + rows * layout.slice * layout.ranks
 
     @staticmethod
-    def staging_bytes(layout: MoveLayout, tp: int, rows: int) -> int:
+    def staging_bytes(layout: MoveLayout, rows: int) -> int:
         """What is sent, to each rank where that differs, and what is received."""
-        return 2 * tp * rows * layout.slice
+        return 2 * layout.ranks * rows * layout.slice
 
     def launch(self) -> None:
         at, part = self._at, self._rows * self._at.slice
         if at.is_cut:
-            for rank in range(self._comm.size):
-                self._copy2d(self._sent + rank * part, at.slice, self._source + rank * at.slice, at.source_row, at.slice, self._rows)
-            self._comm.all_to_all(self._sent, self._got, part, self._stream)
+            for place in range(at.ranks):
+                self._copy2d(self._sent + place * part, at.slice, self._source + place * at.slice, at.source_row, at.slice, self._rows)
+            self._comm.all_to_all(self._sent, self._got, part, self._ranks, self._stream)
         else:   # a whole row is sent, and rows stand behind one another
-            self._comm.all_gather(self._source, self._got, part, self._stream)
-        for rank in range(self._comm.size):
-            self._copy2d(self._target + rank * at.slot, at.target_row, self._got + rank * part, at.slice, at.slice, self._rows)
+            self._comm.gather(self._source, self._got, part, self._ranks, self._stream)
+        for place in range(at.ranks):
+            self._copy2d(self._target + place * at.slot, at.target_row, self._got + place * part, at.slice, at.slice, self._rows)
 
 
 class CudaRank(CudaBackend):
@@ -72,7 +74,7 @@ class CudaRank(CudaBackend):
         room = cupy.zeros(2 * self.tp, cupy.uint8)
         cupy.cuda.get_current_stream().synchronize()
         self._comm.all_gather(room.data.ptr, room.data.ptr + self.tp, 1, self._raw_stream)
-        self._comm.all_to_all(room.data.ptr, room.data.ptr + self.tp, 1, self._raw_stream)
+        self._comm.all_to_all(room.data.ptr, room.data.ptr + self.tp, 1, range(self.tp), self._raw_stream)
         self.stream.synchronize()
         self._comm.check()
 
@@ -92,7 +94,7 @@ class CudaRank(CudaBackend):
 
     def _room(self, layout: MoveLayout, bucket: int) -> int:
         """Staging by size: moves follow one another in the stream, so those of one size share theirs."""
-        size = NcclMove.staging_bytes(layout, self.tp, bucket)
+        size = NcclMove.staging_bytes(layout, bucket)
         if size not in self._staging:
             self._staging[size] = cupy.empty(size, cupy.uint8)
         return self._staging[size].data.ptr

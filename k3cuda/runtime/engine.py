@@ -11,7 +11,6 @@ from typing import Callable
 
 import numpy as np
 
-from ..config import PAGE_SIZE
 from ..errors import K3Error, NumericalError, OutOfMemory, PromptTooLong, UsageError
 from .backend import Backend, Judged, Pending
 from .by_hand import ByHand
@@ -67,12 +66,12 @@ class Engine:
     def __init__(self, backend: Backend, *, clock: Callable[[], float] = time.perf_counter, seeds: random.Random | None = None,
                  prefix_cache: int = 0):
         self.backend, self._clock, self._seeds = backend, clock, seeds or random.SystemRandom()
-        self.scheduler = Scheduler(backend.num_slots - prefix_cache, backend.num_pages, backend.max_rows)
+        self.scheduler = Scheduler(backend.num_slots - prefix_cache, backend.num_pages, backend.max_rows, backend.page_tokens)
         stored_in = range(backend.num_slots - prefix_cache, backend.num_slots)
         self.prefixes = PrefixCache(backend, self.scheduler, stored_in) if prefix_cache else None
         # Tokens of prompt and answer together.
         spare = backend.drafting.spare_positions if backend.drafting else 0
-        self.context = min(backend.max_model_len, backend.num_pages * PAGE_SIZE - spare)
+        self.context = min(backend.max_model_len, backend.num_pages * backend.page_tokens - spare)
         self._speculator = Speculator(backend, backend.num_slots - prefix_cache) if backend.drafting else None
         self.by_hand = ByHand(backend, self.scheduler, self.context)
         self._sequences: dict[str, Sequence] = {}

@@ -1,8 +1,10 @@
 """What of a GPU's memory a rank takes, for every number of ranks, and the longest context that fits beside it. No GPU is needed to know it."""
+from dataclasses import replace
 from typing import Sequence
 
 from ..buffers import KV_BYTES
 from ..config import K3Config
+from ..context_split import legal_dcps
 from ..draft_config import DraftConfig
 from ..draft_plan import build_draft_plan
 from ..draft_weights import cut_weights
@@ -16,7 +18,8 @@ from .step_room import KERNEL_BYTES, MEMORY_UTILIZATION, longest_fit
 
 
 def gpu_rows(cfg: K3Config, gpu: Gpu, sequences: int = 1, draft: DraftConfig | None = None) -> list[dict]:
-    """For each legal number of ranks, one on a GPU like this: JSON-ready; docs/cli.md has the keys. Sizes in bytes, lengths in tokens.
+    """For each legal number of ranks, one on a GPU like this, and each number of them that may hold the cache together: JSON-ready; docs/cli.md
+    has the keys. Sizes in bytes, lengths in tokens.
 
     `draft`: of a draft model beside it, from whole blocks.
     """
@@ -27,9 +30,12 @@ def gpu_rows(cfg: K3Config, gpu: Gpu, sequences: int = 1, draft: DraftConfig | N
         plan, drafts = _plans(cfg, tp, draft)
         weights = plan_bytes(plan) + (draft_plan_bytes(drafts) if draft else 0)
         room = int(gpu.memory_bytes * MEMORY_UTILIZATION) - weights - KERNEL_BYTES
-        rows.append({"gpu": gpu.name, "memory_bytes": gpu.memory_bytes, "tp": tp, "weights_bytes": weights, "kernels_bytes": KERNEL_BYTES,
-                     "room_bytes": room, "sequences": sequences,
-                     "max_model_len": {kv: longest_fit(plan, room, sequences, kv, drafts) if room > 0 else 0 for kv in KV_BYTES}})
+        for dcp in legal_dcps(tp):
+            # Which operations a split cache adds takes no room: what passes between them is in the sizes.
+            cut = replace(plan, dcp=dcp)
+            rows.append({"gpu": gpu.name, "memory_bytes": gpu.memory_bytes, "tp": tp, "dcp": dcp, "weights_bytes": weights, "kernels_bytes": KERNEL_BYTES,
+                         "room_bytes": room, "sequences": sequences,
+                         "max_model_len": {kv: longest_fit(cut, room, sequences, kv, drafts) if room > 0 else 0 for kv in KV_BYTES}})
     return rows
 
 

@@ -225,9 +225,17 @@ def report() -> dict:
         "version": __version__, "python": platform.python_version(), "host": safe(host), "driver": asdict(driver),
         "nvrtc": safe(probe_nvrtc, otherwise=(None,))[0],
         "packages": {name: {"version": versions[name], "purpose": p, "extra": e} for name, (p, e) in PACKAGES.items()},
-        "decode_backends": safe(decode_backends, driver, versions, otherwise=[]),
+        "decode_backends": safe(decode_backends, driver, versions, otherwise=[]), "release_memory": safe(release_memory, driver, otherwise=[]),
         "variables": safe(variables, otherwise={}), "failed": failed,
     }
+
+
+def release_memory(driver: Driver) -> list[dict]:
+    """gpu_room.gpu_table of the released model on the GPUs of this machine, for as many sequences as there can be."""
+    from ..config import DECODE_ROWS, RELEASED_FOLDER, K3Config   # gpu_room needs this module
+    from .gpu_room import gpu_table
+
+    return gpu_table(K3Config.from_json(RELEASED_FOLDER), driver.gpus, DECODE_ROWS) if driver.gpus else []
 
 
 def host() -> dict:

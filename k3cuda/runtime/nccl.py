@@ -9,6 +9,7 @@ import os
 import numpy as np
 
 from ..errors import DeviceError
+from .collectives import members
 
 ID_BYTES = 128
 _UINT8 = 1        # ncclUint8: whatever is moved is bytes
@@ -107,12 +108,23 @@ class Communicator:
         """`nbytes` at `source` of every rank to `target`, in order of rank. Addresses are of device memory; it runs in the stream's order."""
         call(self._lib, "ncclAllGather", source, target, nbytes, _UINT8, self._comm, stream)
 
-    def all_to_all(self, source: int, target: int, nbytes: int, stream: int) -> None:
-        """Part r of `source` to rank r, where it is part `rank` of `target`; parts have `nbytes`."""
+    def gather(self, source: int, target: int, nbytes: int, ranks: range, stream: int) -> None:
+        """`all_gather` between some `ranks`, of which this is one and which all call it."""
+        if len(ranks) == self.size:
+            self.all_gather(source, target, nbytes, stream)
+        else:
+            self._exchange([(rank, source, target + place * nbytes) for place, rank in enumerate(ranks)], nbytes, stream)
+
+    def all_to_all(self, source: int, target: int, nbytes: int, ranks: range, stream: int) -> None:
+        """Between `ranks`, as `gather`: part i of `source` to the i-th of them, where it is the part of this rank's place; parts have `nbytes`."""
+        self._exchange([(rank, source + place * nbytes, target + place * nbytes) for place, rank in enumerate(ranks)], nbytes, stream)
+
+    def _exchange(self, pairs: list[tuple[int, int, int]], nbytes: int, stream: int) -> None:
+        """(rank, what it gets, where what it sends goes)."""
         call(self._lib, "ncclGroupStart")
-        for rank in range(self.size):
-            call(self._lib, "ncclSend", source + rank * nbytes, nbytes, _UINT8, rank, self._comm, stream)
-            call(self._lib, "ncclRecv", target + rank * nbytes, nbytes, _UINT8, rank, self._comm, stream)
+        for rank, sent, received in pairs:
+            call(self._lib, "ncclSend", sent, nbytes, _UINT8, rank, self._comm, stream)
+            call(self._lib, "ncclRecv", received, nbytes, _UINT8, rank, self._comm, stream)
         call(self._lib, "ncclGroupEnd")
 
     def check(self) -> None:
@@ -149,17 +161,17 @@ class NcclRanks:
     def __init__(self, comm: Communicator, xp, stream: int):
         self.tp, self.ranks, self._comm, self._xp, self._stream = comm.size, range(comm.rank, comm.rank + 1), comm, xp, stream
 
-    def gather(self, sources):
+    def gather(self, sources, group):
         part = self._xp.ascontiguousarray(sources[0])
-        whole = self._xp.empty((self.tp, *part.shape), part.dtype)
-        self._comm.all_gather(_address(part), _address(whole), part.nbytes, self._stream)
+        whole = self._xp.empty((group, *part.shape), part.dtype)
+        self._comm.gather(_address(part), _address(whole), part.nbytes, members(self._comm.rank, group), self._stream)
         return [list(whole)]
 
-    def scatter(self, sources):
+    def scatter(self, sources, group):
         source = sources[0]
-        slices = self._xp.ascontiguousarray(self._xp.moveaxis(source.reshape(*source.shape[:-1], self.tp, -1), -2, 0))
+        slices = self._xp.ascontiguousarray(self._xp.moveaxis(source.reshape(*source.shape[:-1], group, -1), -2, 0))
         mine = self._xp.empty_like(slices)
-        self._comm.all_to_all(_address(slices), _address(mine), slices[0].nbytes, self._stream)
+        self._comm.all_to_all(_address(slices), _address(mine), slices[0].nbytes, members(self._comm.rank, group), self._stream)
         return [list(mine)]
 
 

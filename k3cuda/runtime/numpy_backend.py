@@ -4,7 +4,8 @@ import os
 import numpy as np
 
 from ..buffers import BY_NAME, ROW_AXES, step_dims
-from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
+from ..config import DECODE_ROWS, K3Config
+from ..context_split import page_tokens
 from ..draft_buffers import cache_bytes
 from ..errors import ConfigError, OutOfMemory, UsageError
 from ..plan import Plan, build_plan
@@ -27,7 +28,7 @@ class NumpyBackend:
 
     Args:
         checkpoint: has `cfg` and `rank_slices(weight, layer, tp, rank)` (runtime/tensor_source.py).
-        tp: ranks, each holding only its own slices.
+        tp: ranks, each holding only its own slices. dcp: of them hold the MLA cache together, each its own pages.
         max_batch: slots, 1 to 64.
         max_model_len: tokens a slot can hold; None: what fits half of the free memory, at most the model's own limit.
         activation_dtype: "f32", or "bf16" to round where the release does.
@@ -36,7 +37,7 @@ class NumpyBackend:
         loading: how the weights are read.
         collectives: which ranks run here, and what carries parts between them; None: all `tp` of them.
     Raises:
-        ConfigError: the model or its draft cannot be cut over `tp` ranks.
+        ConfigError: the model or its draft cannot be cut over `tp` ranks. UsageError: `dcp` does not divide `tp`.
         OutOfMemory: the cache does not fit; the message names the longest that would.
     """
 
@@ -44,25 +45,26 @@ class NumpyBackend:
 
     def __init__(self, checkpoint, tp: int = 1, *, max_batch: int = 8, max_model_len: int | None = None,
                  activation_dtype: str = "f32", kv_cache_dtype: str = "auto", drafting: Drafting | None = None, loading: Loading | None = None,
-                 collectives: Collectives | None = None):
+                 collectives: Collectives | None = None, dcp: int = 1):
         check_room(checkpoint.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in ("auto", *CACHE_ROUNDING):
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown", f"use auto, {', '.join(CACHE_ROUNDING)}")
         self.cfg, self.tp, self.num_slots, self.max_rows = checkpoint.cfg, tp, max_batch, DECODE_ROWS
         self.drafting, collectives = drafting, collectives or VirtualRanks(tp)
         self.ranks = collectives.name
-        self.plan: Plan = build_plan(self.cfg, tp, drafting and drafting.taps)
+        self.plan: Plan = build_plan(self.cfg, tp, drafting and drafting.taps, dcp)
+        self.dcp, self.page_tokens = dcp, page_tokens(dcp)
         self.kv_cache_dtype = activation_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-        self.max_model_len = fitting_length(self.cfg, max_batch, max_model_len, drafting)
-        slot_pages = -(-(self.max_model_len + (drafting.spare_positions if drafting else 0)) // PAGE_SIZE)
+        self.max_model_len = fitting_length(self.cfg, max_batch, max_model_len, drafting, dcp)
+        slot_pages = -(-(self.max_model_len + (drafting.spare_positions if drafting else 0)) // self.page_tokens)
         self.num_pages = slot_pages * max_batch
         places = {"slots": max_batch, "pages": self.num_pages, "slot_pages": slot_pages}
-        self.dims = step_dims(self.cfg, tp=tp, rows=self.max_rows, num_taps=self.plan.num_taps, **places)
+        self.dims = step_dims(self.cfg, tp=tp, dcp=dcp, rows=self.max_rows, num_taps=self.plan.num_taps, **places)
         self.max_logits = self.dims["head_rows"]
         held, num = _load_weights(checkpoint, tp, collectives.ranks, loading or Loading()), Numerics(activation_dtype, kv_cache_dtype)
         self.program = NumpyProgram(self.cfg, num, BY_NAME, self.dims, self.plan.aliases, held, collectives=collectives)
         self.draft = drafting and NumpyDraft(drafting.source, [a["taps"] for a in self.arenas], num_drafts=drafting.num_drafts, rows=drafting.block_rows,
-                                             num=num, target_weights=[layers[None] for layers in held], collectives=collectives, **places)
+                                             num=num, target_weights=[layers[None] for layers in held], collectives=collectives, dcp=dcp, **places)
         self._check = RowCheck(max_batch, self.max_model_len, self.max_rows)
         self.counts = StepCounts()
 
@@ -77,7 +79,7 @@ class NumpyBackend:
         self._check.open(slot)
 
     def copy_slot(self, source: int, target: int, pages) -> None:
-        used = -(-self._check.copy(source, target) // PAGE_SIZE)
+        used = -(-self._check.copy(source, target) // self.page_tokens)
         for arena in self.arenas:
             for name in ("kda_state", "conv_state"):
                 arena[name][:, target] = arena[name][:, source]
@@ -154,14 +156,14 @@ def _load_weights(source, tp: int, ranks: range, loading: Loading) -> list[dict]
     return held
 
 
-def fitting_length(cfg: K3Config, slots: int, asked: int | None, drafting: Drafting | None) -> int:
-    """Tokens a slot can hold. The caches are F32 and may take half of the memory that is free now."""
+def fitting_length(cfg: K3Config, slots: int, asked: int | None, drafting: Drafting | None, dcp: int) -> int:
+    """Tokens a slot can hold. The caches are F32 and may take half of the memory that is free now; `dcp` ranks hold the target's together."""
     dims = cfg.dims()
-    token_bytes = dims["num_mla_layers"] * dims["mla_cache_dim"] * 4 * slots + (cache_bytes(drafting.source.cfg) * 4 // 2 * slots if drafting else 0)
+    token_bytes = dims["num_mla_layers"] * dims["mla_cache_dim"] * 4 * slots / dcp + (cache_bytes(drafting.source.cfg) * 4 // 2 * slots if drafting else 0)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     fits = cfg.max_position_embeddings
     if token_bytes:
-        fits = min(fits, free // 2 // token_bytes // PAGE_SIZE * PAGE_SIZE)  # pages are whole
+        fits = min(fits, int(free // 2 // token_bytes) // page_tokens(dcp) * page_tokens(dcp))  # pages are whole
     if asked is None:
         asked = fits
     if asked > fits or fits < 1:

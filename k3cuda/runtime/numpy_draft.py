@@ -19,18 +19,18 @@ class NumpyDraft:
         taps: for each rank the target's buffer `taps`, float32 [rows, taps, hidden size].
         num_drafts: tokens it proposes at a time.
         rows: of a block, at least `num_drafts`.
-        slots, pages, slot_pages: of the cache, laid out as the target's.
+        slots, pages, slot_pages: of the target's cache, of which `dcp` ranks hold a page together; of the draft's every rank holds all of it.
         target_weights: for each rank the target's weights outside its layers, for what the draft shares; by name.
         collectives: which ranks these are, and what carries parts between them; None: all there are.
     """
 
     def __init__(self, source: DraftTensors, taps: list[np.ndarray], *, num_drafts: int, rows: int, slots: int, pages: int, slot_pages: int,
-                 num: Numerics, target_weights: list[dict] | None = None, collectives: Collectives | None = None):
+                 num: Numerics, target_weights: list[dict] | None = None, collectives: Collectives | None = None, dcp: int = 1):
         collectives = collectives or VirtualRanks(len(taps))
         self.cfg, self.num_drafts, self.rows, tp = source.cfg, num_drafts, rows, collectives.tp
         self.plan: DraftPlan = build_draft_plan(self.cfg, tp, num_drafts, rows)
-        self.max_seqs = self.plan.max_seqs
-        dims = draft_dims(self.cfg, tp=tp, num_drafts=num_drafts, seqs=self.max_seqs, slots=slots, pages=pages, slot_pages=slot_pages, rows=len(taps[0]))
+        self.max_seqs, self._dcp = self.plan.max_seqs, dcp
+        dims = draft_dims(self.cfg, tp=tp, num_drafts=num_drafts, seqs=self.max_seqs, slots=slots, pages=pages * dcp, slot_pages=slot_pages * dcp, rows=len(taps[0]))
         held = [_load_weights(source, tp, r, target_weights[i] if target_weights else {}) for i, r in enumerate(collectives.ranks)]
         self.program = NumpyProgram(self.cfg, num, self.plan.buffers, dims, self.plan.aliases, held, [{"taps": x} for x in taps], collectives)
         self._places: dict[int, int] = {}  # slot -> its place among the sequences of the last proposal
@@ -38,16 +38,20 @@ class NumpyDraft:
     def open_slot(self, slot: int, pages) -> None:
         for arena in self.program.arenas:
             arena["page_table"][slot] = -1
-            arena["page_table"][slot, :len(pages)] = pages
+            arena["page_table"][slot, :len(pages) * self._dcp] = self._own_pages(pages)
 
     def copy_slot(self, source: int, target: int, pages, used: int) -> None:
         """Gives `target` the context rows of `source`, which lie in its first `used` pages; a page at the same place is both's."""
         name = f"{self.cfg.family}_cache"
         for arena in self.program.arenas:
-            for old, new in zip(arena["page_table"][source, :used], pages):
+            for old, new in zip(arena["page_table"][source, :used * self._dcp], self._own_pages(pages)):
                 if old != new:
                     arena[name][:, new] = arena[name][:, old]
         self.open_slot(target, pages)
+
+    def _own_pages(self, pages) -> np.ndarray:
+        """Pages of this cache, each of PAGE_SIZE positions, that the target's stand for."""
+        return (np.array(pages, np.int32)[:, None] * self._dcp + np.arange(self._dcp)).reshape(-1)
 
     def commit(self, rows: StepRows, accepted: np.ndarray, observe=None) -> None:
         """Context rows of the accepted rows of the target's last step; positions behind the draft's own limit get none."""

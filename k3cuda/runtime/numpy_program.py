@@ -20,10 +20,11 @@ _THREADED_WEIGHTS = 1 << 22
 
 
 class Model:
-    """What a stage sees beside its weights and buffers: the config, the numerics, its rank, and which rows are whose."""
+    """What a stage sees beside its weights and buffers: the config, the numerics, its rank, its place among the `dcp` ranks that hold one MLA
+    cache, and which rows are whose."""
 
-    def __init__(self, cfg, num: Numerics, rank: int, tp: int):
-        self.cfg, self.num, self.rank, self.tp = cfg, num, rank, tp
+    def __init__(self, cfg, num: Numerics, rank: int, tp: int, dcp: int):
+        self.cfg, self.num, self.rank, self.tp, self.dcp, self.place = cfg, num, rank, tp, dcp, rank % dcp
 
     sequences = staticmethod(sequences)
 
@@ -45,7 +46,8 @@ class NumpyProgram:
                  collectives: Collectives | None = None):
         self.table, self.dims, self.weights = table, dims, held
         self.collectives = collectives or VirtualRanks(len(held))
-        self.models = [Model(cfg, num, r, self.collectives.tp) for r in self.collectives.ranks]
+        self._group = dims.get("group", 0)   # a draft has none
+        self.models = [Model(cfg, num, r, self.collectives.tp, self._group or 1) for r in self.collectives.ranks]
         self.arenas = [_arena(table, dims, aliases, shared[r] if shared else {}) for r in range(len(held))]
         largest = max((np.size(x) for layers in held for names in layers.values() for x in names.values()), default=0)
         self._blas_threads = None if largest >= _THREADED_WEIGHTS else 1
@@ -98,14 +100,17 @@ class NumpyProgram:
             source = self.table[move.source]
             axis = source.cut - source.is_layered if source.cut is not None else None
             carry = self.collectives.scatter if move.how == SCATTER else self.collectives.gather
-            for b, parts in zip(ranks, carry([getattr(b, move.source) for b in ranks])):
+            sources = [getattr(b, move.source) for b in ranks]
+            if move.how == SCATTER:   # a row's values side by side
+                sources = [s.reshape(len(s), -1) for s in sources]
+            for b, parts in zip(ranks, carry(sources, self._group if move.in_group else self.collectives.tp)):
                 target = getattr(b, move.target)
                 for r, part in enumerate(parts):
                     if move.how == GATHER:
                         size = part.shape[axis]
                         target[(slice(None),) * axis + (slice(r * size, (r + 1) * size),)] = part
                     else:
-                        target[r] = part
+                        target[r] = part.reshape(target[r].shape)
 
 
 def widened(raw: np.ndarray) -> np.ndarray:

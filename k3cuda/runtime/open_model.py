@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from ..config import DECODE_ROWS, token_ids
+from ..context_split import check_dcp
 from ..draft_config import misfits
 from ..errors import CheckpointError, ConfigError, DeviceError, K3Error, UsageError
 from .backend import Backend
@@ -48,7 +49,7 @@ class Model:
     loading: Loading | None = None
 
 
-def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
+def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
                activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, ranks="auto", rendezvous_timeout=TIMEOUT_S,
                place: Launch | None = None, **drafting) -> Model:
     """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open. An open Model is returned as it is.
@@ -58,7 +59,7 @@ def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_m
     if isinstance(model, Model):
         return model
     tp = default_tp(model) if tp is None else tp
-    given = {"tp": tp, "decode_backend": decode_backend, "max_model_len": max_model_len, "max_batch": max_batch, "kv_cache_dtype": kv_cache_dtype,
+    given = {"tp": tp, "dcp": dcp, "decode_backend": decode_backend, "max_model_len": max_model_len, "max_batch": max_batch, "kv_cache_dtype": kv_cache_dtype,
              "activation_dtype": activation_dtype, "prefix_cache": prefix_cache, "load_mode": load_mode, **drafting}
     job = open_job(ranks, place, model, draft_model, given, rendezvous_timeout)
     checkpoint = draft = None
@@ -67,8 +68,11 @@ def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_m
             chosen = _choose_backend(decode_backend, activation_dtype, job)
             kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
             activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
-            for name, value, most in (("tp", tp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
+            for name, value, most in (("tp", tp, None), ("dcp", dcp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
                 _check_count(name, value, most)
+            check_dcp(tp, dcp)
+            if dcp > 1 and chosen == STANDARD:
+                raise UsageError(f"dcp: found {dcp} with decode_backend {chosen!r}, whose ranks each hold the whole cache in this version", f"use a dcp of 1, or {REFERENCE!r}")
             most = DECODE_ROWS - (max_batch or DEFAULT_BATCH)
             if not isinstance(prefix_cache, int) or isinstance(prefix_cache, bool) or not 0 <= prefix_cache <= most:
                 raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {most}, which with max_batch makes {DECODE_ROWS}")
@@ -88,7 +92,7 @@ def open_model(model, draft_model=None, *, tp=None, decode_backend="auto", max_m
             if job:
                 job.refuse(e)
             raise
-        options = {"tp": tp, "max_batch": max_batch + prefix_cache, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype, "loading": loading}
+        options = {"tp": tp, "dcp": dcp, "max_batch": max_batch + prefix_cache, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype, "loading": loading}
         if job:
             backend = _in_job(job, checkpoint, chosen, options, activation_dtype, drafting)
         else:
@@ -171,7 +175,7 @@ def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: 
 
     return job.load(lambda collectives, length: NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, collectives=collectives,
                                                              **options | {"max_model_len": length}),
-                    lambda: fitting_length(checkpoint.cfg, options["max_batch"], options["max_model_len"], drafting))
+                    lambda: fitting_length(checkpoint.cfg, options["max_batch"], options["max_model_len"], drafting, options["dcp"]))
 
 
 def _cuda(checkpoint, options: dict, drafting: Drafting | None) -> Backend:

@@ -8,9 +8,10 @@ from typing import Iterable
 
 import numpy as np
 
-from ..config import PAGE_SIZE
 from .backend import Backend
 from .scheduler import Scheduler, Sequence
+
+EARLY = 64   # tokens in which most texts differ, if they do
 
 
 @dataclass(eq=False)
@@ -36,7 +37,7 @@ class Prefix:
     def common(self, tokens: np.ndarray) -> int:
         """How many tokens it has in common with the beginning of a text."""
         n = min(len(tokens), self.length)
-        differ = np.flatnonzero(tokens[:PAGE_SIZE] != self.tokens[:PAGE_SIZE]) if n >= PAGE_SIZE else ()   # most differ early
+        differ = np.flatnonzero(tokens[:EARLY] != self.tokens[:EARLY]) if n >= EARLY else ()
         if not len(differ):
             differ = np.flatnonzero(tokens[:n] != self.tokens[:n])
         return int(differ[0]) if len(differ) else n
@@ -53,7 +54,7 @@ class PrefixCache:
     """
 
     def __init__(self, backend: Backend, scheduler: Scheduler, slots: Iterable[int]):
-        self._backend, self._scheduler = backend, scheduler
+        self._backend, self._scheduler, self._page = backend, scheduler, scheduler.page_tokens
         self._free_slots, self._prefixes = list(slots), []   # least recently used first
         self._in_use: Prefix | None = None
         self.queried = self.hit = 0
@@ -70,7 +71,7 @@ class PrefixCache:
         found, shared_until = self._find(prompt)
         self._in_use = found
         try:
-            sequence = self._scheduler.admit(found.pages[:found.length // PAGE_SIZE] if found else ())
+            sequence = self._scheduler.admit(found.pages[:found.length // self._page] if found else ())
             if sequence is None and found:   # its own pages may be the room that is missing
                 self._in_use = found = None
                 sequence = self._scheduler.admit()
@@ -89,7 +90,7 @@ class PrefixCache:
         self.hit += sequence.reused
         if self._keeps_end(sequence):
             return sequence
-        ends = {shared_until, (len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE}
+        ends = {shared_until, (len(prompt) - 1) // self._page * self._page}
         sequence.marks = sorted((n for n in ends if n > sequence.reused), reverse=True)
         return sequence
 
@@ -99,7 +100,7 @@ class PrefixCache:
             if sequence.marks and sequence.committed == sequence.marks[-1]:
                 sequence.marks.pop()
                 self._store(sequence)
-            elif sequence.is_decoding and not self._keeps_end(sequence) and sequence.committed // PAGE_SIZE > max(sequence.num_prompt, sequence.kept) // PAGE_SIZE:
+            elif sequence.is_decoding and not self._keeps_end(sequence) and sequence.committed // self._page > max(sequence.num_prompt, sequence.kept) // self._page:
                 sequence.kept = sequence.committed
                 if sequence.stored in self._prefixes:   # an answer has one, however long it grows
                     self._drop(sequence.stored)
@@ -135,7 +136,7 @@ class PrefixCache:
             common = prefix.common(prompt)
             if common == prefix.length < len(prompt) and (best is None or common > best.length):
                 best = prefix
-            shared = max(shared, min(common, len(prompt) - 1) // PAGE_SIZE * PAGE_SIZE)
+            shared = max(shared, min(common, len(prompt) - 1) // self._page * self._page)
         return best, shared
 
     def _store(self, sequence: Sequence) -> Prefix | None:
@@ -145,7 +146,7 @@ class PrefixCache:
             return None   # a token that nobody has read yet, or here already
         if not self._free_slots:
             self._drop(self._prefixes[0])
-        pages = self._scheduler.hold(-(-length // PAGE_SIZE), sequence.pages[:length // PAGE_SIZE])
+        pages = self._scheduler.hold(self._scheduler.pages_for(length), sequence.pages[:length // self._page])
         if pages is None:
             return None
         prefix = Prefix(tokens, self._free_slots.pop(), pages, sequence)

@@ -61,9 +61,9 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def num_pages(self) -> int:
-        """Pages for every position it may ever hold."""
-        return -(-(self.num_prompt + self.params.max_tokens + self.spare) // PAGE_SIZE)
+    def num_positions(self) -> int:
+        """Every position it may ever hold."""
+        return self.num_prompt + self.params.max_tokens + self.spare
 
     @property
     def is_decoding(self) -> bool:
@@ -110,11 +110,11 @@ class Scheduler:
     """First come, first served: slots and pages are given in order of arrival, and taken for the whole life of a request.
 
     Args:
-        num_slots, num_pages, max_rows: of the backend.
+        num_slots, num_pages, max_rows, page_tokens: of the backend.
     """
 
-    def __init__(self, num_slots: int, num_pages: int, max_rows: int):
-        self.max_rows = max_rows
+    def __init__(self, num_slots: int, num_pages: int, max_rows: int, page_tokens: int = PAGE_SIZE):
+        self.max_rows, self.page_tokens = max_rows, page_tokens
         # Every decoding sequence gets a row in every step, and a row is left while any prompt waits in a slot.
         self.num_slots = min(num_slots, max_rows)
         self.num_pages = num_pages
@@ -129,6 +129,10 @@ class Scheduler:
     def free(self) -> tuple[int, int]:
         """(slots, pages) that nobody holds."""
         return len(self._free_slots), len(self._free_pages)
+
+    def pages_for(self, positions: int) -> int:
+        """Pages that hold so many."""
+        return -(-positions // self.page_tokens)
 
     def take(self, num_pages: int, shared: tuple[int, ...] = ()) -> tuple[int, tuple[int, ...]] | None:
         """A slot and so many pages, lowest numbers first, behind those that are `shared` with another; None where there are not enough."""
@@ -182,12 +186,12 @@ class Scheduler:
     def can_wait(self, sequence: Sequence) -> bool:
         """Whether it can be admitted once every running sequence has ended: what is lent never ends by itself. What is stored makes room."""
         slots, _ = self.free
-        return slots + len(self.running) > 0 and sequence.num_pages <= self.num_pages - len(self._lent)
+        return slots + len(self.running) > 0 and self.pages_for(sequence.num_positions) <= self.num_pages - len(self._lent)
 
     def admit(self, shared: tuple[int, ...] = ()) -> Sequence | None:
         """Gives the first waiting sequence its slot and pages, the first of them `shared` with another. It is never overtaken, so that
         long requests are not starved."""
-        held = self.take(self.waiting[0].num_pages, shared) if self.waiting else None
+        held = self.take(self.pages_for(self.waiting[0].num_positions), shared) if self.waiting else None
         if held is None:
             return None
         sequence = self.waiting.popleft()

@@ -1,6 +1,7 @@
 """How many bytes of a GPU a rank needs beside its weights, and the longest context that fits. No device is needed to know it."""
 from ..buffers import buffer_bytes
 from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
+from ..context_split import page_tokens
 from ..draft_config import DraftConfig
 from ..draft_plan import DraftPlan
 from ..emit import arena_offsets
@@ -30,23 +31,23 @@ def mla_chunks(length: int) -> int:
     return count
 
 
-def mla_partials(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages: int) -> int:
-    """Partial results of the split context that one launch can have at most: all chunks of a whole context of every slot.
+def mla_partials(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages: int, dcp: int = 1) -> int:
+    """Partial results of the split context that one launch can have at most: all chunks of a whole context of every slot, for the heads of `dcp` ranks.
 
     A partial belongs to a group of (row, head) pairs of one sequence: those of 8 rows, or MLA_WORK_COLUMNS if that is less.
     """
-    heads = cfg.num_attention_heads // tp
+    heads = cfg.num_attention_heads // tp * dcp
     return mla_chunks(slot_pages * PAGE_SIZE) * (slots + max(DECODE_ROWS // 8, -(-DECODE_ROWS * heads // MLA_WORK_COLUMNS)))
 
 
-def mla_work_bytes(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages: int) -> int:
+def mla_work_bytes(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages: int, dcp: int = 1) -> int:
     """Bytes of `Step.mla_work`: of every partial and column a maximum, a sum, and a latent."""
-    return mla_partials(cfg, tp, slots, slot_pages) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
+    return mla_partials(cfg, tp, slots, slot_pages, dcp) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
 
 
-def slot_pages_of(tokens: int, draft: DraftPlan | None = None) -> int:
-    """Pages of a slot for `tokens` tokens, and behind them for the rows of a draft's last block but its first."""
-    return -(-(tokens + spare_positions(draft)) // PAGE_SIZE)
+def slot_pages_of(tokens: int, draft: DraftPlan | None = None, dcp: int = 1) -> int:
+    """Pages of a slot for `tokens` tokens, and behind them for the rows of a draft's last block but its first; `dcp` ranks hold a page together."""
+    return -(-(tokens + spare_positions(draft)) // page_tokens(dcp))
 
 
 def spare_positions(draft: DraftPlan | None) -> int:
@@ -55,9 +56,9 @@ def spare_positions(draft: DraftPlan | None) -> int:
 
 def rank_room(plan: Plan, slots: int, tokens: int, kv_cache_dtype: str, draft: DraftPlan | None = None) -> int:
     """Bytes of a rank beside its weights and its draft's, for `slots` sequences of up to `tokens` tokens, `KERNEL_BYTES` left out."""
-    slot_pages = slot_pages_of(tokens, draft)
+    slot_pages = slot_pages_of(tokens, draft, plan.dcp)
     room = _memory_bytes(plan, slots, slot_pages, kv_cache_dtype)
-    return room if draft is None else room + _memory_bytes(draft, slots, slot_pages, "bf16") + accept_work_bytes(draft.cfg.vocab_size)
+    return room if draft is None else room + _memory_bytes(draft, slots, slot_pages * plan.dcp, "bf16") + accept_work_bytes(draft.cfg.vocab_size)
 
 
 def accept_work_bytes(vocab_size: int) -> int:
@@ -68,18 +69,19 @@ def accept_work_bytes(vocab_size: int) -> int:
 def _memory_bytes(plan: Plan | DraftPlan, slots: int, slot_pages: int, kv_cache_dtype: str) -> int:
     """Of a `RankMemory`."""
     session = session_bytes(plan, slots, slots * slot_pages, slot_pages, kv_cache_dtype)
-    work = mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages) if "mla_cache" in session else 0
+    work = mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages, plan.dcp) if "mla_cache" in session else 0
     return arena_offsets(plan)[1] + sum(session.values()) + work
 
 
 def longest_fit(plan: Plan, room: int, slots: int, kv_cache_dtype: str, draft: DraftPlan | None = None) -> int:
     """The most tokens, whole pages but for a draft's spare positions and the model's own limit, for which `rank_room` is at most `room` bytes;
     0: not even a page."""
-    low, high = 0, slot_pages_of(plan.cfg.max_position_embeddings, draft)   # pages that fit, pages that may
+    page = page_tokens(plan.dcp)
+    low, high = 0, slot_pages_of(plan.cfg.max_position_embeddings, draft, plan.dcp)   # pages that fit, pages that may
     while low < high:
         middle = (low + high + 1) // 2
-        if rank_room(plan, slots, middle * PAGE_SIZE - spare_positions(draft), kv_cache_dtype, draft) <= room:
+        if rank_room(plan, slots, middle * page - spare_positions(draft), kv_cache_dtype, draft) <= room:
             low = middle
         else:
             high = middle - 1
-    return max(min(low * PAGE_SIZE - spare_positions(draft), plan.cfg.max_position_embeddings), 0)
+    return max(min(low * page - spare_positions(draft), plan.cfg.max_position_embeddings), 0)

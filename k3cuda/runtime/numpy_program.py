@@ -23,7 +23,7 @@ class Model:
     """What a stage sees beside its weights and buffers: the config, the numerics, its rank, its place among the `dcp` ranks that hold one MLA
     cache, and which rows are whose."""
 
-    def __init__(self, cfg, num: Numerics, rank: int, tp: int, dcp: int):
+    def __init__(self, cfg, num: Numerics, rank: int, tp: int, dcp: int = 1):
         self.cfg, self.num, self.rank, self.tp, self.dcp, self.place = cfg, num, rank, tp, dcp, rank % dcp
 
     sequences = staticmethod(sequences)

@@ -74,7 +74,7 @@ def test_the_length_that_is_named_works_and_uses_no_more():
     made.step(rows(3, fits - 3, [5, 6, 7]))   # the last positions of the last slot
     assert np.isfinite(made.logits()).all()
     made.commit(np.ones(3, bool))
-    with pytest.raises(PlanError, match="do not continue"):
+    with pytest.raises(PlanError, match="does not continue"):
         made.step(rows(3, fits, [8]))
     assert used() - before <= limit, "more than was asked for"
     made.close()

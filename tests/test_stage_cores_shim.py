@@ -70,6 +70,14 @@ def test_norm(build, shape):
         gpu_norm.test_matches_float64(cores, shape, rows)
 
 
+def test_a_wide_steps_norm_gives_the_same_bytes(build):
+    small, wide = (next(s for s in gpu_norm.SHAPES if s[:5] == (128, 8, 2, 2, 1) and bool(s[5]) == threads) for threads in (True, False))
+    cores = build([gpu_norm.KERNELS[s] for s in (small, wide)])
+    gpu_norm.test_bytes_do_not_depend_on_spread(cores, small, wide)
+    gpu_norm.test_row_alone_and_beside_nan(cores, wide)
+    gpu_norm.test_snapshot_closes_the_block_and_empties_hidden(cores, wide)
+
+
 def test_route(build):
     cores = build(gpu_route.ROUTES.values())
     for shape in gpu_route.ROUTES:

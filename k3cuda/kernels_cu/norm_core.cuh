@@ -84,6 +84,57 @@ K3_DEVICE void hear(u64* inbox, u32 bytes) {
   }
 }
 
+// Element `at` of [rows][n]: the ranks' parts, then what was there.
+template <class S>
+K3_DEVICE float joined(const NormRow& a, size_t at) {
+  float before = a.hidden ? a.hidden[at] : 0;
+  if (!a.parts) return before;
+  float part[S::kParts];
+  K3_UNROLL
+  for (int k = 0; k < S::kParts; ++k) part[k] = a.parts[size_t(k) * a.part_rows * S::kN + at];
+  float sum = tree_sum<S::kParts>(part, 1);
+  return a.hidden ? sum + before : sum;
+}
+
+// e^(s_j - top) of closed block j in lane j, from the sums of every chunk; `top`: the highest score.
+template <class S>
+K3_DEVICE float closed_weights(const NormRow& a, const float (&closed)[S::kLeaves][2][8], float& top) {
+  // Lane 8 w + j has sum w (0 squares, 1 scores) of block j; lanes from 16 repeat them.
+  int j = lane_id() % 8, w = lane_id() / 8 % 2;
+  float sum = j < a.num_blocks ? tree_sum<S::kLeaves>(&closed[0][w][j], 16) : 0;
+  float squares = __shfl_sync(kFullWarp, sum, j), score = __shfl_sync(kFullWarp, sum, 8 + j);
+  score *= inverse_sqrt(squares * (1.0f / S::kN) + a.eps);
+  K3_UNROLL
+  for (int k = 0; k < S::kBlocks; ++k) {
+    float s = __shfl_sync(kFullWarp, score, k);
+    if (k < a.num_blocks) top = k ? fmaxf(top, s) : s;
+  }
+  return expf(score - top);
+}
+
+// 1 / rms of the mixture x = alpha c + beta p, from the four sums of every chunk; without closed blocks the first is all, and x is p.
+template <class S>
+K3_DEVICE float mixed(const NormRow& a, const float (&sums)[S::kLeaves][4], bool mix, float top, float total, float& alpha, float& beta) {
+  const int used = mix ? 4 : 1;
+  // Lane 4 q + w adds chunks 2 q and 2 q + 1 of sum w; the lanes of one w then meet as neighbours.
+  int q = lane_id() / 4, w = lane_id() % 4;
+  float sum = 2 * q < S::kLeaves && w < used ? sums[2 * q][w] : 0;
+  if (2 * q + 1 < S::kLeaves && w < used) sum += sums[2 * q + 1][w];
+  K3_UNROLL
+  for (int d = 4; d < kWarpSize; d *= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
+  float pp = __shfl_sync(kFullWarp, sum, 0), xx = pp;
+  alpha = 0, beta = 1;
+  if (mix) {
+    float ps = __shfl_sync(kFullWarp, sum, 1), pc = __shfl_sync(kFullWarp, sum, 2), cc = __shfl_sync(kFullWarp, sum, 3);
+    float s = ps * inverse_sqrt(pp * (1.0f / S::kN) + a.eps), high = fmaxf(top, s);
+    float ec = expf(top - high), ep = expf(s - high), scale = reciprocal(fmaf(ec, total, ep));
+    alpha = ec * scale;
+    beta = ep * scale;
+    xx = fmaxf(fmaf(alpha * alpha, cc, fmaf(2 * alpha * beta, pc, beta * beta * pp)), 0.0f);
+  }
+  return inverse_sqrt(xx * (1.0f / S::kN) + a.eps);
+}
+
 // Scores, weights and weighted sum of the closed blocks, whose elements `v` this thread has loaded. c: its elements of
 // sum_j e^(s_j - top) v_j.
 template <class S>
@@ -108,22 +159,13 @@ K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const float
   }
   hear<S>(m.inbox, 2 * a.num_blocks * S::kLeaves * sizeof(float));
   __syncthreads();   // every warp has read the closed blocks; under the kernel before it costs nothing
-  // Lane 8 w + j has sum w (0 squares, 1 scores) of block j; lanes from 16 repeat them.
-  int j = lane_id() % 8, w = lane_id() / 8 % 2;
-  float sum = j < a.num_blocks ? tree_sum<S::kLeaves>(&m.closed[0][w][j], 16) : 0;
-  float squares = __shfl_sync(kFullWarp, sum, j), score = __shfl_sync(kFullWarp, sum, 8 + j);
-  score *= inverse_sqrt(squares * (1.0f / S::kN) + a.eps);
-  K3_UNROLL
-  for (int k = 0; k < S::kBlocks; ++k) {
-    float s = __shfl_sync(kFullWarp, score, k);
-    if (k < a.num_blocks) top = k ? fmaxf(top, s) : s;
-  }
+  const float weights = closed_weights<S>(a, m.closed, top);
   K3_UNROLL
   for (int i = 0; i < S::kPer; ++i) c[i] = 0;
   total = 0;
   K3_UNROLL
   for (int k = 0; k < S::kBlocks; ++k) {
-    float e = __shfl_sync(kFullWarp, expf(score - top), k);
+    float e = __shfl_sync(kFullWarp, weights, k);
     if (k >= a.num_blocks) continue;
     total += e;
     K3_UNROLL
@@ -176,17 +218,7 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
     int e = tid + i * S::kThreads;
     p[i] = 0;
     if (e >= S::kOwn) continue;
-    size_t at = size_t(row) * S::kN + own + e;
-    float before = a.hidden ? a.hidden[at] : 0;
-    if (a.parts) {
-      float part[S::kParts];
-      K3_UNROLL
-      for (int k = 0; k < S::kParts; ++k) part[k] = a.parts[size_t(k) * a.part_rows * S::kN + at];
-      p[i] = tree_sum<S::kParts>(part, 1);
-      if (a.hidden) p[i] += before;
-    } else {
-      p[i] = before;
-    }
+    p[i] = joined<S>(a, size_t(row) * S::kN + own + e);
   }
   K3_UNROLL
   for (int i = 0; i < S::kPer; ++i) {
@@ -207,22 +239,8 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
     tell<S>(&m.sums[first_leaf + leaf][which], sum, m.inbox + 1);
   }
   hear<S>(m.inbox + 1, sums * S::kLeaves * sizeof(float));
-  // Lane 4 q + w adds chunks 2 q and 2 q + 1 of sum w; the lanes of one w then meet as neighbours.
-  int q = lane_id() / 4, w = lane_id() % 4;
-  float sum = 2 * q < S::kLeaves && w < sums ? m.sums[2 * q][w] : 0;
-  if (2 * q + 1 < S::kLeaves && w < sums) sum += m.sums[2 * q + 1][w];
-  K3_UNROLL
-  for (int d = 4; d < kWarpSize; d *= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
-  float pp = __shfl_sync(kFullWarp, sum, 0), alpha = 0, beta = 1, xx = pp;
-  if (mix) {
-    float ps = __shfl_sync(kFullWarp, sum, 1), pc = __shfl_sync(kFullWarp, sum, 2), cc = __shfl_sync(kFullWarp, sum, 3);
-    float s = ps * inverse_sqrt(pp * (1.0f / S::kN) + a.eps), high = fmaxf(top, s);
-    float ec = expf(top - high), ep = expf(s - high), scale = reciprocal(fmaf(ec, total, ep));
-    alpha = ec * scale;
-    beta = ep * scale;
-    xx = fmaxf(fmaf(alpha * alpha, cc, fmaf(2 * alpha * beta, pc, beta * beta * pp)), 0.0f);
-  }
-  float inv = inverse_sqrt(xx * (1.0f / S::kN) + a.eps);
+  float alpha, beta;
+  const float inv = mixed<S>(a, m.sums, mix, top, total, alpha, beta);
   K3_UNROLL
   for (int i = 0; i < S::kPer; ++i) {
     int e = tid + i * S::kThreads;

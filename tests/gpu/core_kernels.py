@@ -83,6 +83,10 @@ def kda_commit(split, cols, threads=0, min_blocks=1):
 
 
 def norm_row(n, leaves, parts, blocks, cluster, threads):
+    """`threads` 0: the kernel of wide steps, a block a row."""
+    if not threads:
+        return _kernel(f"wide_norm_{n}_{parts}_{blocks}", f"WideNormShape<{n}, {leaves}, {parts}, {blocks}>",
+                       f"__shared__ WideNormSmem<S> m;\n  wide_norm_row<S>(a, m, blockIdx.x, {READY});", leaves * 32, 1, "NormRow a")
     body = ("K3_DYN_SMEM(unsigned char, raw);\n  norm_row<S>(a, *(NormSmem<S>*)raw, blockIdx.x / S::kCluster, blockIdx.x % S::kCluster, "
             f"{READY});")
     return _kernel(f"norm_{n}_{parts}_{blocks}_{cluster}_{threads}", f"NormShape<{n}, {leaves}, {parts}, {blocks}, {cluster}, {threads}>", body,
@@ -90,7 +94,9 @@ def norm_row(n, leaves, parts, blocks, cluster, threads):
 
 
 def norm_shared(n, leaves, parts, blocks, cluster, threads):
-    """Bytes of NormSmem."""
+    """Bytes of NormSmem that are not static."""
+    if not threads:
+        return 0
     own = n // cluster
     return 4 * (max(blocks, 2) * own + (own if blocks else 1) + leaves * 20) + 24
 
@@ -111,7 +117,7 @@ def list_experts(experts, top_k, rows, threads):
 
 
 def unit(kernels) -> str:
-    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_wide.cuh", "norm_core.cuh", "route_core.cuh"))
+    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_wide.cuh", "norm_wide.cuh", "route_core.cuh"))
     return heads + "".join(k.source for k in kernels)
 
 

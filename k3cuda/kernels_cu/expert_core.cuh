@@ -87,8 +87,8 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
   float* partials = (float*)(smem + S::kPartialAt);                           // [buffer][gate, up][leaf warp][token][row]
   auto& list = *(typename S::List*)(smem + S::kListAt);
   if (threadIdx.x < S::kBuffers) {
-    barrier_init(stored + threadIdx.x, S::kWK);
-    barrier_init(taken + threadIdx.x, S::kWK);
+    barrier_init(stored + threadIdx.x, S::kWK * kWarpArrivals);
+    barrier_init(taken + threadIdx.x, S::kWK * kWarpArrivals);
   }
   make_list(list, smem + S::kPartialAt);
   const int units = list.entries * tile_pairs, per = units / blocks, more = units % blocks;
@@ -135,7 +135,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       }
     }
     __syncwarp();
-    if (lane_id() == 0) barrier_arrive(stored + buffer);
+    warp_arrive(stored + buffer);
     const int i = (warp_id() + turn) % S::kWK * kWarpSize + lane_id();   // of the unit's values, this thread's first
     if (i - lane_id() < count * kTileRows) {
       barrier_wait(stored + buffer, parity);
@@ -147,7 +147,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       }
       __syncwarp();
     }
-    if (lane_id() == 0) barrier_arrive(taken + buffer);
+    warp_arrive(taken + buffer);
   }
 }
 

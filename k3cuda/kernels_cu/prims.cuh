@@ -161,6 +161,16 @@ K3_DEVICE void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
 }
 #endif
 
+// A warp arrives, behind a __syncwarp of its own, for all of its lanes; a barrier of n warps has n * kWarpArrivals arrivals. For
+// compute-sanitizer every lane does: racecheck takes an arrival for that of the thread that makes it, and a __syncwarp before it for nothing.
+#ifdef K3_SANITIZE
+constexpr int kWarpArrivals = kWarpSize;
+K3_DEVICE void warp_arrive(u64* bar) { barrier_arrive(bar); }
+#else
+constexpr int kWarpArrivals = 1;
+K3_DEVICE void warp_arrive(u64* bar) { if (lane_id() == 0) barrier_arrive(bar); }
+#endif
+
 // ---- order between the kernels of a stream (programmatic dependent launch) ----
 #ifdef K3_HOP_CYCLES
 // A benchmark's slow link: a kernel that begins with K3_HOP(1) gets everything that its grid_wait guards so much later.

@@ -16,14 +16,12 @@ struct WideShape {
   static constexpr int kPairs = (kSteps + 1) / 2, kTileX = kPairs * kStepBytes;          // bytes of eight tokens' part of a leaf
   // Token tiles of a block. Short products have few weights to read twice.
   static constexpr int kNT = kLeaves > 1 && kRows % 128 == 0 && 16 * kTileX <= kWideTokens ? 16 : 8;
-  static constexpr int kMT = 32 / kNT, kWarps = 8, kThreads = kWarps * kWarpSize;        // row tiles of a warp; 128 sums a thread
+  static constexpr int kMT = kLeaves == 1 ? 2 : 32 / kNT, kWarps = 8, kThreads = kWarps * kWarpSize;   // row tiles of a warp; 128 sums a thread at most
   static constexpr int kTokenTiles = kRows / kTokenTile, kGroups = kTokenTiles / kNT, kX = kNT * kTileX;
   static constexpr int kChunkSteps = chunk_steps(kSteps, 4, false), kLeafChunks = kSteps / kChunkSteps;
   static constexpr int kTileChunk = kChunkSteps * kStepBytes, kChunkBytes = kMT * kTileChunk;
-  // With one leaf a warp finishes its results itself, by way of shared memory: [token][row] of a tile.
-  static constexpr int kStride = kTileRows + 4, kFinish = kLeaves == 1 ? kNT * kTokenTile * kStride * 4 : 0;
-  static constexpr int kSlots = min_of(6, (kWideShared - kX - kWarps * kFinish) / (kWarps * (kChunkBytes + 8)));
-  static constexpr int kFinishAt = kX, kRingAt = kFinishAt + kWarps * kFinish, kBarrierAt = kRingAt + kWarps * kSlots * kChunkBytes;
+  static constexpr int kSlots = min_of(6, (kWideShared - kX) / (kWarps * (kChunkBytes + 8)));
+  static constexpr int kRingAt = kX, kBarrierAt = kRingAt + kWarps * kSlots * kChunkBytes;
   static constexpr int kSmem = kBarrierAt + kWarps * kSlots * 8;
   static constexpr bool kFits = kX <= kWideTokens && kSlots >= 2;
 };
@@ -141,7 +139,6 @@ K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* pa
   constexpr int kShared = S::kLeaves * S::kGroups;
   const int leaf = int(blockIdx.x) % S::kLeaves, group = int(blockIdx.x) / S::kLeaves % S::kGroups;
   const int share = int(blockIdx.x) / kShared * S::kWarps + warp_id(), shares = int(gridDim.x) / kShared * S::kWarps;
-  float* finish = (float*)(smem + S::kFinishAt) + warp_id() * S::kFinish / 4;
   int tile = S::kTotal * share / shares;
   const int end = S::kTotal * (share + 1) / shares;
   WideRing<S> ring(w + size_t(leaf) * S::kSteps * kWarpSize, tile, end, smem);
@@ -164,18 +161,9 @@ K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* pa
           f32x4* to = partial + ((size_t(tile + m) * S::kTokenTiles + token_tile) * S::kLeaves + leaf) * kWarpSize + lane_id();
           *to = f32x4{c[m][n][0], c[m][n][1], c[m][n][2], c[m][n][3]};
         } else {
-          K3_UNROLL
-          for (int i = 0; i < 4; ++i) finish[(n * kTokenTile + lane_id() % 4 * 2 + i % 2) * S::kStride + lane_id() / 4 + i / 2 * 8] = c[m][n][i];
+          K3_UNROLL   // each a run of eight rows of four tokens: whole sectors
+          for (int i = 0; i < 4; ++i) epilogue((tile + m) * kTileRows + lane_id() / 4 + i / 2 * 8, token_tile * kTokenTile + lane_id() % 4 * 2 + i % 2, c[m][n][i]);
         }
-      }
-      if constexpr (S::kLeaves == 1) {
-        __syncwarp();
-#pragma unroll 4
-        for (int i = lane_id(); i < S::kNT * kTokenTile * kTileRows; i += kWarpSize) {
-          const int row = i % kTileRows, token = i / kTileRows;
-          epilogue((tile + m) * kTileRows + row, group * S::kNT * kTokenTile + token, finish[token * S::kStride + row]);
-        }
-        __syncwarp();
       }
     }
   }

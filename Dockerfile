@@ -3,7 +3,7 @@
 ARG PYTHON_IMAGE=python:3.13-slim-trixie
 FROM ${PYTHON_IMAGE} AS build
 ARG CUDA_LINE=cu13
-ARG COMPILE="--arch sm_90a,sm_100a,sm_103a --tp 16 --allow-spills"
+ARG COMPILE="--arch sm_90a,sm_100a,sm_103a --tp 16"
 WORKDIR /src
 COPY container/requirements-${CUDA_LINE}.lock requirements.lock
 RUN python -m venv --without-pip /opt/k3cuda \

@@ -9,7 +9,6 @@ from .plan import Plan
 from .tables import tables_of
 from .weights import MMA_K, tree_leaves
 
-MLA_WORK_COLUMNS = 48  # queries, (row, head) pairs, that share a page and a partial result of the split context
 MAX_SHARED = 227 * 1024  # bytes of shared memory a block can have, on every architecture we compile for
 CACHE_BLOCK = 64   # elements of a cache row that the copy engine brings together (mla_core.cuh)
 H200_SMS = 132  # what a build for no device in particular spreads over
@@ -26,7 +25,7 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
     taps = {} if is_draft or not plan.num_taps else {"num_taps": plan.num_taps}   # of a draft they are one of its own sizes
     whole = plan.cfg.dims() | {"max_rows": most, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP} | taps
     lines = ["#pragma once", "// Sizes of the whole model.", *_integers(whole)]
-    lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms}, kMlaWorkColumns = {MLA_WORK_COLUMNS};",
+    lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms};",
               f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
               f"constexpr int kParts = {1 if rows > DECODE_ROWS else tp};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted(({b.shape[b.cut] for b in (*t.buffers.values(), *t.absent) if b.cut is not None} | {"mla_q_dim"}) & set(whole))

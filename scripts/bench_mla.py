@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import cupy as cp
@@ -17,7 +18,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests/gpu")]
 import mla_device as md  # noqa: E402
 
-from k3cuda.runtime.cuda_memory import mla_chunks  # noqa: E402
+from k3cuda.runtime.step_room import mla_chunks  # noqa: E402
 from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
 
 ROTATE = 512 << 20   # bytes of caches that one graph walks over: eight times the L2 cache
@@ -43,8 +44,7 @@ class Bench:
 
     def case(self, bytes_: int, heads: int, sequences: int, tokens: int, rows: int, tiles: int | None = None, blocks: int | None = None):
         tiles = tiles or tiles_of(heads, rows)
-        groups = -(-heads * rows // (8 * tiles))
-        m = md.Mla(bytes_, heads, tiles, blocks, partials=sequences * groups * mla_chunks(tokens))
+        m = md.Mla(bytes_, heads, tiles, blocks, partials=sequences * rows * heads * mla_chunks(tokens))
         slot_pages = tokens // md.PAGE
         size = sequences * tokens * md.DIM * bytes_
         layers = max(2, min(16, ROTATE // size))
@@ -64,7 +64,8 @@ class Bench:
         seconds, combine = self.timer.graph(launches) / layers, self.timer.graph(parts * 4) / (4 * layers)
         return {"kind": {1: "fp8", 2: "bf16"}[bytes_], "heads": heads, "sequences": sequences, "tokens": tokens, "rows": rows, "tiles": tiles,
                 "us": round(seconds * 1e6, 2), "combine_us": round(combine * 1e6, 2), "gb_s": round(size / seconds / 1e9),
-                "of_ceiling": round(size / seconds / self.ceiling, 3)}
+                "of_ceiling": round(size / seconds / self.ceiling, 3),
+                "crc": f"{zlib.crc32(cp.asnumpy(outs[-1]).tobytes()):08x}"}
 
 
 def tame(pool, bytes_: int):

@@ -15,7 +15,8 @@ PAGE, LATENT, ROPE, HEADS, RING = 64, 128, 64, 6, 8
 DIM = LATENT + ROPE
 QUERY, QUERY_LEAVES, LATENT_LEAVES = 144, 2, 4   # leaves of 72, not whole warps, and of 32
 TYPES = {1: ("MlaE4m3", ml_dtypes.float8_e4m3fn), 2: ("MlaBf16", ml_dtypes.bfloat16)}
-SHAPES = [(1, 1), (1, 6), (2, 6)]
+TOGETHER = (1, 2, 8)
+SHAPES = [(1, 1), (1, 3), (1, 6), (2, 2), (2, 6)]
 
 
 class Rows(ctypes.Structure):
@@ -24,12 +25,12 @@ class Rows(ctypes.Structure):
 
 class Attend(ctypes.Structure):
     _fields_ = [("rows", Rows), ("query", ctypes.c_void_p), ("map", ctypes.c_void_p), ("first", ctypes.c_int), ("score_scale", ctypes.c_float),
-                ("cache_scale", ctypes.c_float)] + [(n, ctypes.c_void_p) for n in ("partial", "top_sum", "info", "next")]
+                ("cache_scale", ctypes.c_float)] + [(n, ctypes.c_void_p) for n in ("partial", "top_sum", "next", "out")]
 
 
 class Combine(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_void_p) for n in ("row_slot", "row_position", "info", "partial", "top_sum")] + [
-        ("cache_scale", ctypes.c_float), ("next", ctypes.c_void_p), ("out", ctypes.c_void_p)]
+    _fields_ = [("rows", Rows), ("partial", ctypes.c_void_p), ("top_sum", ctypes.c_void_p), ("cache_scale", ctypes.c_float),
+                ("next", ctypes.c_void_p), ("out", ctypes.c_void_p)]
 
 
 class Write(ctypes.Structure):
@@ -37,42 +38,44 @@ class Write(ctypes.Structure):
         ("cache_scale", ctypes.c_float), ("eps", ctypes.c_float)]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    lines = ['#include "mla_attend.cuh"', '#include "mla_combine.cuh"']
+@pytest.fixture(scope="module", params=["mma.sync", "wgmma"])
+def library(request, tmp_path_factory):
+    """Once with the products of any machine, once with those of sm_90a, whose columns are found by descriptors."""
+    lines = ['#define K3_SHIM_WGMMA'] * (request.param == "wgmma") + ['#include "mla_attend.cuh"', '#include "mla_combine.cuh"']
     for size, tiles in SHAPES:
         n, shape = f"a{size}_{tiles}", f"MlaShape<{TYPES[size][0]}, {HEADS}, {LATENT}, {ROPE}, {tiles}, {RING}>"
-        lines += [f"using S_{n} = {shape}; extern \"C\" int {n}_shared; int {n}_shared = sizeof(MlaSmem<S_{n}>);",
+        lines += [f"using S_{n} = {shape}; extern \"C\" int {n}_shared, {n}_threads; int {n}_shared = sizeof(MlaSmem<S_{n}>), {n}_threads = S_{n}::kThreads;",
                   f"void {n}(MlaAttend a) {{ K3_DYN_SMEM(u8, raw); mla_attend<S_{n}>(a, *(MlaSmem<S_{n}>*)raw, [] {{}}); }}",
-                  f"void c{size}_{tiles}(MlaCombine a, int row, int head, int slab) {{ __shared__ MlaCombineSmem m; "
-                  f"mla_combine<{HEADS}, {LATENT}, {8 * tiles}>(a, m, row, head, slab); }}"]
+                  *(f"void c{size}_{tiles}_{n}(MlaCombine a) {{ __shared__ MlaCombineSmem<{n}> m; mla_combine<{HEADS}, {LATENT}, {n}>(a, m, [] {{}}); }}" for n in TOGETHER)]
     for size, stored in ((1, "u8"), (2, "bf16")):
         lines.append(f"void w{size}(MlaWrite a, int row) {{ __shared__ float leaf[2][16]; "
                      f"mla_write<{stored}, {QUERY}, {QUERY_LEAVES}, {LATENT}, {LATENT_LEAVES}, {ROPE}>(a, leaf, row, [] {{}}); }}")
-    names = [f"{k}{s}_{t}" for s, t in SHAPES for k in "ac"] + ["w1", "w2"]
+    names = [n for s, t in SHAPES for n in (f"a{s}_{t}", *(f"c{s}_{t}_{n}" for n in TOGETHER))] + ["w1", "w2"]
     lines.append('extern "C" int chunks(int length) { return mla_chunks(length); }')
     lines.append('extern "C" size_t far_row(int page, int position) { return mla_cache_row<576>(page, position); }\n')
     return host.build("\n".join(lines) + "\n", names, tmp_path_factory.mktemp("mla"))
 
 
-def run(library, size, tiles, query, cache, slot, position, table, blocks=2, seed=0):
+def run(library, size, tiles, query, cache, slot, position, table, blocks=2, seed=0, together=TOGETHER[:1]):
     arrays = [np.asarray(x, np.int32) for x in (slot, position, table)]
-    rows, total = len(slot), 64
-    partial, top_sum = np.full((total, 8 * tiles, LATENT), np.nan, np.float32), np.full((total, 8 * tiles, 2), np.nan, np.float32)
-    info, count, out = np.full((64, 4), -1, np.int32), np.zeros(1, np.int32), np.full((rows, HEADS, LATENT), 0xffff, np.uint16)
+    rows, total = len(slot), 1024
+    partial, top_sum = np.full((total, LATENT), np.nan, np.float32), np.full((total, 2), np.nan, np.float32)
+    count, out = np.zeros(1, np.int32), np.full((rows, HEADS, LATENT), 0xffff, np.uint16)
     encoded = np.zeros(32, np.uint64)
     start = -encoded.ctypes.data % 64 // 8
     encoded[start:start + 3] = cache.ctypes.data, DIM * size, 64 * size
     pointers = [a.ctypes.data for a in arrays]
     a = Attend(Rows(*pointers, table.shape[1], rows), query.ctypes.data, encoded[start:].ctypes.data, 0, np.float32(192 ** -0.5 * np.log2(np.e)), 1.0,
-               partial.ctypes.data, top_sum.ctypes.data, info.ctypes.data, count.ctypes.data)
-    shared = host.constants(library, f"a{size}_{tiles}_shared", 1)[0]
-    host.launch(library, f"a{size}_{tiles}", blocks, 512, [a], shared, seed)
-    c = Combine(pointers[0], pointers[1], info.ctypes.data, partial.ctypes.data, top_sum.ctypes.data, 1.0, count.ctypes.data, out.ctypes.data)
-    for row in range(rows):
-        for head in range(HEADS):
-            for slab in range(LATENT // 64):
-                host.launch(library, f"c{size}_{tiles}", 1, 512, [c, *(ctypes.c_int(v) for v in (row, head, slab))])
+               partial.ctypes.data, top_sum.ctypes.data, count.ctypes.data, out.ctypes.data)
+    shared, threads = (host.constants(library, f"a{size}_{tiles}_{n}", 1)[0] for n in ("shared", "threads"))
+    host.launch(library, f"a{size}_{tiles}", blocks, threads, [a], shared, seed)
+    c = Combine(a.rows, partial.ctypes.data, top_sum.ctypes.data, 1.0, count.ctypes.data, out.ctypes.data)
+    alone, outs = out.copy(), []
+    for n in together:
+        out[...] = alone
+        host.launch(library, f"c{size}_{tiles}_{n}", blocks, 256, [c], seed=seed)
+        outs.append(out.copy())
+    assert count[0] == 0 and all((o == outs[0]).all() for o in outs)
     return out
 
 
@@ -98,7 +101,7 @@ def test_attention(library, case, size):
     base = None
     for tiles in [t for s, t in SHAPES if s == size]:
         for blocks, seed in ((1, 0), (3, 7)):
-            out = run(library, size, tiles, query, cache, slot, position, table, blocks, seed)
+            out = run(library, size, tiles, query, cache, slot, position, table, blocks, seed, TOGETHER)
             base = out if base is None else base
             assert (out == base).all(), (tiles, blocks)
     assert (base[3] == 0xffff).all()
@@ -111,6 +114,19 @@ def test_attention(library, case, size):
         w = np.exp(scores - scores.max(-1, keepdims=True))
         want = (w / w.sum(-1, keepdims=True)) @ seen[:, :LATENT]
         assert np.linalg.norm(got[r] - want) < 4e-3 * np.linalg.norm(want), r
+
+
+def test_wide_and_narrow_groups_in_one_block(library):
+    """Groups that fill the room for queries and groups that share it, in turn; more blocks have narrower groups; the bytes are those of one
+    tile a group."""
+    rng = np.random.default_rng(4)
+    table, counts, ends = rng.permutation(20).reshape(4, 5), [5, 1, 6, 2], [270, 20, 40, 300]
+    slot = [s for s, n in enumerate(counts) for _ in range(n)]
+    position = [ends[s] - counts[s] + i for s in range(4) for i in range(counts[s])]
+    query, cache = (rng.standard_normal(n).astype(t) for n, t in (((len(slot), HEADS, DIM), ml_dtypes.bfloat16), ((20, PAGE, DIM), TYPES[1][1])))
+    base = run(library, 1, 1, query, cache, slot, position, table)
+    for blocks in (1, 10, 18):   # 6 items of up to 48 queries, 10 of 16, 18 of 8
+        assert (run(library, 1, 6, query, cache, slot, position, table, blocks, 3) == base).all(), blocks
 
 
 def test_nan_row_reaches_later_rows_only(library, case):

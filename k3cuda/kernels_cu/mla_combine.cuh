@@ -5,12 +5,13 @@
 #pragma once
 #include "mla_core.cuh"
 
-constexpr int kMlaClassCount = 32, kMlaCombineThreads = 512, kMlaSlab = 64;   // a block: 32 classes x 16 lanes of four latent values
+// A block: 32 classes x 8 lanes of four latent values. A thread asks for kMlaBatch results at once: of chunks, or of slabs side by side.
+constexpr int kMlaClassCount = 32, kMlaCombineThreads = 256, kMlaCombineWarps = kMlaCombineThreads / kWarpSize, kMlaSlab = 32, kMlaBatch = 8;
+// Slabs side by side: where there are rows enough to keep the machine busy, few large units.
+constexpr int mla_combine_slabs(int rows) { return rows > 32 ? 8 : rows > 4 ? 2 : 1; }
 
 struct MlaCombine {
-  const int* row_slot;
-  const int* row_position;
-  const MlaRowInfo* info;
+  MlaRows rows;              // without a page table
   const float* partial;
   const float2* top_sum;
   float cache_scale;
@@ -18,57 +19,94 @@ struct MlaCombine {
   bf16* out;                 // [rows][heads][latent]
 };
 
-struct MlaCombineSmem {
-  float4 sum[kMlaCombineThreads / kWarpSize][16];
-  float weight[kMlaCombineThreads / kWarpSize], top[kMlaCombineThreads / kWarpSize];
+template <int kTogether>
+struct MlaCombineSmem {      // units use the halves in turn
+  float4 sum[2][kTogether][kMlaCombineWarps][kMlaSlab / 4];
+  float weight[2][kMlaCombineWarps], top[2][kMlaCombineWarps];
+  MlaWork work;
 };
 
 K3_DEVICE float4 add4(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+K3_DEVICE float4 shuffle4(const float4& a, int mask) {
+  return {__shfl_xor_sync(kFullWarp, a.x, mask), __shfl_xor_sync(kFullWarp, a.y, mask), __shfl_xor_sync(kFullWarp, a.z, mask), __shfl_xor_sync(kFullWarp, a.w, mask)};
+}
 
-// One slab of 64 latent values of one row and head: blocks of kMlaCombineThreads threads. kHeads, kLatent, kColumns as in the attend launch.
-template <int kHeads, int kLatent, int kColumns>
-K3_DEVICE void mla_combine(const MlaCombine& a, MlaCombineSmem& m, int row, int head, int slab) {
-  if (a.row_slot[row] < 0) return;
-  const int tid = threadIdx.x, cls = tid / 16, quad = tid % 16, dim = slab * kMlaSlab + quad * 4;
-  const MlaRowInfo info = a.info[row];
-  const int chunks = mla_chunks(a.row_position[row] + 1), column = (row - info.run) * kHeads + head;
-  const size_t first = size_t(info.partial) + size_t(column / kColumns) * info.chunks;
-  const float2* top_sum = a.top_sum + first * kColumns + column % kColumns;
-  float top = minus_infinity();
-  for (int j = tid; j < chunks; j += kMlaCombineThreads) top = fmaxf(top, top_sum[size_t(j) * kColumns].x);
-  top = warp_max(top);
-  if (lane_id() == 0) m.top[warp_id()] = top;
+// Units, kTogether slabs of 32 latent values of a row and head, are shared out over any number of blocks of kMlaCombineThreads threads.
+// kHeads, kLatent as in the attend launch; `ready` returns when that is complete. Rows of a run with one chunk are done already.
+template <int kHeads, int kLatent, int kTogether, class Ready>
+K3_DEVICE void mla_combine(const MlaCombine& a, MlaCombineSmem<kTogether>& m, Ready ready) {
+  constexpr int kUnit = kTogether * kMlaSlab, kUnits = (kLatent + kUnit - 1) / kUnit, kBatch = kMlaBatch / kTogether, kStep = kBatch * kMlaClassCount;
+  const int tid = threadIdx.x, cls = tid / 8, lane = tid % 8;
+  if (warp_id() == 0) mla_plan<kHeads>(a.rows, m.work, {{kHeads, kHeads, kHeads}}, 0);
   __syncthreads();
-  K3_UNROLL
-  for (int w = 0; w < kMlaCombineThreads / kWarpSize; ++w) top = fmaxf(top, m.top[w]);
-  float4 o{0, 0, 0, 0};
-  float total = 0;
-  if (kLatent % kMlaSlab == 0 || dim < kLatent) {
-    const float4* from = (const float4*)(a.partial + (first * kColumns + column % kColumns) * kLatent + dim);
-    const size_t stride = size_t(kColumns) * kLatent / 4;
-#pragma unroll 4
-    for (int j = cls; j < chunks; j += kMlaClassCount) {
-      const float2 ts = top_sum[size_t(j) * kColumns];
-      const float4 v = from[j * stride];
-      const float f = power_of_two(ts.x - top);
-      total = fmaf(ts.y, f, total);
-      o = {fmaf(v.x, f, o.x), fmaf(v.y, f, o.y), fmaf(v.z, f, o.z), fmaf(v.w, f, o.w)};
+  ready();
+  if (blockIdx.x == 0 && tid == 0) *a.next = 0;
+  int turn = 0;
+  for (int unit = blockIdx.x; unit < a.rows.rows * kHeads * kUnits; unit += gridDim.x) {
+    const int at = unit % kUnits * kUnit, head = unit / kUnits % kHeads, row = unit / (kUnits * kHeads);
+    if (m.work.slot[row] < 0) continue;
+    const int run = m.work.run[row], all = m.work.chunks[run], chunks = mla_chunks(m.work.position[row] + 1), columns = m.work.length[run] * kHeads;
+    if (all == 1) continue;
+    const size_t first = m.work.before[kMlaClasses][run] + (row - run) * kHeads + head;
+    const float2* top_sum = a.top_sum + first;
+    const float4* from = (const float4*)(a.partial + first * kLatent + at) + lane;
+    float2 ts[kBatch];
+    float4 v[kBatch][kTogether], o[kTogether] = {};
+    auto load = [&](int base) {
+      K3_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        const int j = base + i * kMlaClassCount;
+        ts[i] = j < chunks ? top_sum[size_t(j) * columns] : float2{minus_infinity(), 0};
+        K3_UNROLL
+        for (int s = 0; s < kTogether; ++s) {
+          const bool inside = kLatent % kUnit == 0 || at + s * kMlaSlab + lane * 4 < kLatent;
+          v[i][s] = inside && j < chunks ? from[size_t(j) * columns * (kLatent / 4) + s * (kMlaSlab / 4)] : float4{0, 0, 0, 0};
+        }
+      }
+    };
+    load(cls);
+    float top = minus_infinity();
+    K3_UNROLL
+    for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ts[i].x);
+    for (int j = cls + kStep; j < chunks; j += kMlaClassCount) top = fmaxf(top, top_sum[size_t(j) * columns].x);
+    top = warp_max(top);
+    turn ^= 1;
+    if (lane_id() == 0) m.top[turn][warp_id()] = top;
+    __syncthreads();
+    K3_UNROLL
+    for (int w = 0; w < kMlaCombineWarps; ++w) top = fmaxf(top, m.top[turn][w]);
+    float total = 0;
+    for (int base = cls;;) {
+      K3_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        if (base + i * kMlaClassCount >= chunks) break;
+        const float f = power_of_two(ts[i].x - top);
+        total = fmaf(ts[i].y, f, total);
+        K3_UNROLL
+        for (int s = 0; s < kTogether; ++s)
+          o[s] = {fmaf(v[i][s].x, f, o[s].x), fmaf(v[i][s].y, f, o[s].y), fmaf(v[i][s].z, f, o[s].z), fmaf(v[i][s].w, f, o[s].w)};
+      }
+      base += kStep;
+      if (base >= chunks) break;
+      load(base);
+    }
+    K3_UNROLL
+    for (int d = 8; d < kWarpSize; d *= 2) {
+      K3_UNROLL
+      for (int s = 0; s < kTogether; ++s) o[s] = add4(o[s], shuffle4(o[s], d));
+      total += __shfl_xor_sync(kFullWarp, total, d);
+    }
+    if (lane_id() < 8)
+      K3_UNROLL
+      for (int s = 0; s < kTogether; ++s) m.sum[turn][s][warp_id()][lane] = o[s];
+    if (lane_id() == 0) m.weight[turn][warp_id()] = total;
+    __syncthreads();
+    if (tid < kUnit && at + tid < kLatent) {
+      const float w = divide(a.cache_scale, tree_sum<kMlaCombineWarps>(m.weight[turn], 1));
+      a.out[(size_t(row) * kHeads + head) * kLatent + at + tid] =
+          float_to_bf16(tree_sum<kMlaCombineWarps>((const float*)m.sum[turn][tid / kMlaSlab] + tid % kMlaSlab, kMlaSlab) * w);
     }
   }
-  const float4 other{__shfl_xor_sync(kFullWarp, o.x, 16), __shfl_xor_sync(kFullWarp, o.y, 16),
-                     __shfl_xor_sync(kFullWarp, o.z, 16), __shfl_xor_sync(kFullWarp, o.w, 16)};
-  o = add4(o, other);
-  total += __shfl_xor_sync(kFullWarp, total, 16);
-  if (lane_id() < 16) m.sum[warp_id()][quad] = o;
-  if (lane_id() == 0) m.weight[warp_id()] = total;
-  __syncthreads();
-  if (tid >= 16 || dim >= kLatent) return;
-  const float w = a.cache_scale / tree_sum<16>(m.weight, 1);
-  const float* s = (const float*)m.sum + quad * 4;
-  float r[4];
-  K3_UNROLL
-  for (int i = 0; i < 4; ++i) r[i] = tree_sum<16>(s + i, 64) * w;
-  *(uint2*)(a.out + (size_t(row) * kHeads + head) * kLatent + dim) = {pack_bf16(r[0], r[1]), pack_bf16(r[2], r[3])};
 }
 
 // ---- new cache rows ----

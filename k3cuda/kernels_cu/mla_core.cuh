@@ -3,70 +3,76 @@
 //  * scores: q . row is one chain of products, 16 dims a step, rising; weights 2^(score - m) with m a whole number, the running maximum
 //    rounded up page by page, so that rescaling is a power of two and exact whenever it happens;
 //  * weighted latent: one chain of products through a chunk, 16 positions a step, rising; sum: the same chain over ones.
+// A piece of 16 positions that no query of a group sees is left out everywhere: it would add exact zeros.
 //
 // Cache rows are the wide operand of the products (16 positions, or 16 latent values), queries the narrow one (8 columns), so a page
-// is read once for all queries of a group. One thread copies pages into a ring of 16-row pieces; the copy engine swizzles them, which
+// is read once for all queries of a group. One warp copies pages into a ring of 16-row pieces; the copy engine swizzles them, which
 // frees every fragment load of bank conflicts (a row is an odd number of blocks; copies by the threads would clog the very pipe
-// that loads the fragments). Two pairs of warps make scores
-// and weights of every other page, eight warps the weighted latent of the page before.
+// that loads the fragments). Four warps are one set that makes scores and weights, a piece of a page each; where registers allow, two
+// sets take turns by pages.
+// Eight warps make the weighted latent, 1/8 of its values each, one warp the sums.
 //
 // An e4m3 cache row is multiplied in FP16, which holds it exactly. The query, BF16, is scaled by a power of two to at most 2^15: what
 // of it falls below FP16's range is under 2^-39 of its largest value. Weights then have 11 bits instead of BF16's 8.
 #pragma once
-#include "mla_prims.cuh"
+#include "mla_products.cuh"
 #include "mla_work.cuh"
 
 struct MlaBf16 {
-  static constexpr int kBytes = 2, kSteps = 1;      // k-steps of 16 dims in two 16-byte units of a row
+  static constexpr int kBytes = 2, kSteps = 1;      // k-steps of 16 dims, or tiles of 16 dims, in two 16-byte units of a row
+  static constexpr bool kF16 = false;
   static constexpr u32 kOnes = 0x3f803f80u;
   static constexpr float kShift = 0;                // log2 of the largest weight
   K3_DEVICE static void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) { mma(c, a, b0, b1); }
-  K3_DEVICE static void rows(const uint4& v, uint4 (&a)[kSteps]) { a[0] = v; }
+  K3_DEVICE static uint4 rows(const uint4& v, int) { return v; }
   // Transposed: matrices are (positions 0-7, dims 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
-  K3_DEVICE static void columns(const uint4& v, uint4 (&a)[kSteps]) { a[0] = {v.x, v.z, v.y, v.w}; }
+  K3_DEVICE static uint4 columns(const uint4& v, int) { return {v.x, v.z, v.y, v.w}; }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_bf16(lo, hi); }
   K3_DEVICE static float query_scale(float) { return 1; }
-  // Where dims d, d + 1 (d even) of a k-step lie in its fragment: lane % 4 and register.
-  K3_DEVICE static int query_lane(int d) { return d % 8 / 2; }
-  K3_DEVICE static int query_register(int d) { return d / 8; }
+  // Eight values of a query, dims 8 half to + 7 of a k-step, into the 32 bytes at `at` of a tile of columns.
+  K3_DEVICE static void store_query(u8* tile, u32 at, int half, const u32 (&v)[4]) { *(uint4*)(tile + column_swizzle(at + half * 16)) = {v[0], v[1], v[2], v[3]}; }
   // Latent value of row `g` (0-15) of product tile `i`.
   K3_DEVICE static int dim(int tile, int g) { return tile * 16 + g; }
-  // The bits of `v` that belong to finite values.
+  // Bits of `v` that belong to finite values.
   K3_DEVICE static u32 finite(u32 v) {
-    const u32 bad = ((v & 0x7f807f80u) + 0x00800080u) & 0x80008000u;   // the sign's place, where the exponent is all ones
+    u32 bad = (v & 0x7f807f80u) + 0x00800080u & 0x80008000u;
     return ~(bad | (bad - (bad >> 15)));
   }
 };
 
 struct MlaE4m3 {
   static constexpr int kBytes = 1, kSteps = 2;
+  static constexpr bool kF16 = true;
   static constexpr u32 kOnes = 0x3c003c00u;
   static constexpr float kShift = 14;
   K3_DEVICE static void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
-  // A register holds four dims of one position: the first two stand at k = 2t, the others at 2t + 8.
-  K3_DEVICE static void rows(const uint4& v, uint4 (&a)[kSteps]) {
-    unpack_e4m3(v.x, a[0].x, a[0].z);
-    unpack_e4m3(v.y, a[0].y, a[0].w);
-    unpack_e4m3(v.z, a[1].x, a[1].z);
-    unpack_e4m3(v.w, a[1].y, a[1].w);
+  // A register holds four dims of one position: the first two stand at k = 2t, the others at 2t + 8. Two k-steps.
+  K3_DEVICE static uint4 rows(const uint4& v, int step) {
+    uint4 a;
+    unpack_e4m3(step ? v.z : v.x, a.x, a.z);
+    unpack_e4m3(step ? v.w : v.y, a.y, a.w);
+    return a;
   }
-  // Transposed, a register holds dims 2g, 2g + 1 of two positions: row g takes the even one, row g + 8 the odd one.
-  K3_DEVICE static void columns(const uint4& v, uint4 (&a)[kSteps]) {
-    unpack_e4m3(__byte_perm(v.x, 0, 0x3120), a[0].x, a[0].y);
-    unpack_e4m3(__byte_perm(v.y, 0, 0x3120), a[0].z, a[0].w);
-    unpack_e4m3(__byte_perm(v.z, 0, 0x3120), a[1].x, a[1].y);
-    unpack_e4m3(__byte_perm(v.w, 0, 0x3120), a[1].z, a[1].w);
+  // Transposed, a register holds dims 2g, 2g + 1 of two positions: row g takes the even one, row g + 8 the odd one. Two tiles of rows.
+  K3_DEVICE static uint4 columns(const uint4& v, int tile) {
+    uint4 a;
+    unpack_e4m3(__byte_perm(tile ? v.z : v.x, 0, 0x3120), a.x, a.y);
+    unpack_e4m3(__byte_perm(tile ? v.w : v.y, 0, 0x3120), a.z, a.w);
+    return a;
   }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_f16(lo, hi); }
   K3_DEVICE static float query_scale(float largest) {   // brings the largest value to [2^14, 2^15)
     int e = int(__float_as_uint(largest) >> 23) - 127;
     return e < -100 || e > 100 ? 1 : __uint_as_float(u32(127 + 14 - e) << 23);
   }
-  K3_DEVICE static int query_lane(int d) { return d / 4; }
-  K3_DEVICE static int query_register(int d) { return d % 4 / 2; }
+  // In the order of `rows`.
+  K3_DEVICE static void store_query(u8* tile, u32 at, int half, const u32 (&v)[4]) {
+    *(uint2*)(tile + column_swizzle(at + half * 8)) = {v[0], v[2]};
+    *(uint2*)(tile + column_swizzle(at + half * 8 + 16)) = {v[1], v[3]};
+  }
   K3_DEVICE static int dim(int tile, int g) { return tile * 16 + g % 8 * 2 + g / 8; }
   K3_DEVICE static u32 finite(u32 v) {
-    const u32 bad = ((v & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+    u32 bad = (v & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u;
     return ~(bad | (bad - (bad >> 7)));
   }
 };
@@ -76,33 +82,50 @@ template <class Cache_, int kHeads_, int kLatent_, int kRope_, int kTiles_, int 
 struct MlaShape {
   using Cache = Cache_;
   static constexpr int kHeads = kHeads_, kLatent = kLatent_, kDim = kLatent_ + kRope_, kTiles = kTiles_, kRing = kRing_;
-  static constexpr int kColumns = 8 * kTiles, kThreads = 512;
+  static constexpr int kColumns = 8 * kTiles;
+  static constexpr int kSets = kTiles > 2 ? 1 : 2, kWeighers = 4 + 4 * kSets, kWarps = kWeighers + 8, kThreads = kWarps * kWarpSize;   // kWeighers: their first warp
   static constexpr int kKSteps = kDim / 16, kPair = Cache::kSteps;
+  // A group of fewer tiles is multiplied by itself where that saves something: of the queries of a row alone, and of two tiles.
+  static constexpr int kHeadTiles = (kHeads + 7) / 8, kOfRow = kHeadTiles < kTiles && kHeadTiles != 5 ? kHeadTiles : 2;
+  static constexpr int kFew = kTiles > 3 ? (kOfRow < 2 ? kOfRow : 2) : kTiles, kMiddle = kTiles > 3 ? (kOfRow < 2 ? 2 : kOfRow) : kTiles;
+  K3_DEVICE static MlaWidths widths() { return {{8 * kFew, 8 * kMiddle, kColumns}}; }
   // A row in shared memory is whole blocks of 64 or 128 bytes, inside which the copy engine permutes 16-byte units.
   static constexpr int kRowBytes = kDim * Cache::kBytes, kBlock = 64 * Cache::kBytes, kPiece = 16 * kRowBytes;
-  static constexpr int kPieces = 2;               // of a page, 16 rows each, that one score warp has
   static constexpr int kRowTiles = (kLatent / 16 + kPair - 1) / kPair * kPair, kOwnRowTiles = (kRowTiles / kPair + 7) / 8 * kPair;
-  static constexpr bool kMoveRegisters = kTiles > 3;
-  static constexpr int kQueryBuffers = kTiles > 3 ? 1 : 2;
-  static_assert(kRowBytes % kBlock == 0 && kKSteps % 2 == 0 && kLatent % 16 == 0 && kTiles <= 8, "whole blocks and tiles");
+  static constexpr bool kMoveRegisters = kTiles > 4;
+  static_assert(!kMoveRegisters || kSets == 1, "see kMlaShareRegs");
+  // Queries of two groups lie in shared memory, the next one's already while one is scored, where both fit.
+  static constexpr int kQueryTiles = kTiles > 3 ? kTiles : 2 * kTiles, kQueryColumns = 8 * kQueryTiles;
+  static constexpr u32 kQueryBlock = kQueryTiles * kColumnTile;   // 64 dims of all of them
+  static_assert(kRowBytes % kBlock == 0 && kKSteps % 4 == 0 && kLatent % 16 == 0, "whole blocks and tiles");
   // Where byte `at` of a piece lies: what the copy engine does with 64- or 128-byte swizzle.
   K3_DEVICE static u32 swizzle(u32 at) { return at ^ (at >> 3 & (kBlock - 16)); }
+  K3_DEVICE static bool whole(int columns) { return columns > kQueryColumns / 2; }   // a group that needs all of it
 };
 
 template <class S>
 struct MlaSmem {
   u8 ring[S::kRing][S::kPiece];
-  uint4 query[S::kQueryBuffers][S::kKSteps / 2][S::kTiles][kWarpSize];   // two k-steps
-  uint2 weight[2][4][S::kTiles][kWarpSize];
-  float half_top[4][2][S::kColumns];         // largest score of a half page, four pages in turn
-  float top[2][S::kColumns];                 // m behind a page
-  float factor[2][S::kColumns];              // what the page asks older sums to be multiplied with
-  float scale[S::kQueryBuffers][S::kColumns];  // of a score, to base 2
-  int limit[S::kQueryBuffers][S::kColumns];                    // last position the query sees
-  int rescale[2];                            // any factor is not 1
+  u8 query[S::kDim / 64][S::kQueryTiles][kColumnTile];
+  u32 weight[2][8][S::kTiles][kWarpSize];      // 8 positions x 8 queries each
+  float piece_top[4][4][S::kColumns];          // largest score of a piece, four pages in turn
+  float top[2][S::kColumns];                   // m behind a page
+  float factor[2][S::kColumns];                // what the page asks older sums to be multiplied with
+  float scale[S::kQueryColumns];               // of a score, to base 2
+  int limit[S::kQueryColumns];                 // last position the query sees
+  float2 result[4][S::kColumns];               // m and sum behind an item, four items in turn
+  int rescale[2];                              // any factor is not 1
   MlaWork work;
-  MlaItem item[2];
-  u64 full[S::kRing], empty[S::kRing], top_full[2], weight_full[2], weight_empty[2], item_full[2], item_empty[2], query_full[2], query_empty[2];
+  MlaItem item[2], first;                      // the block's own first item, too
+  u64 full[S::kRing], empty[S::kRing], top_full[2], weight_full[2], weight_empty[2], item_full[2], item_empty[2], query_full[2], query_empty[2], sum_full[4];
+};
+
+// As many pieces of the cache in flight as `kBytes` of shared memory hold; a piece comes with two barriers.
+template <class Cache, int kHeads, int kLatent, int kRope, int kTiles, int kBytes>
+struct MlaFit {
+  template <int kRing> using With = MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing>;
+  static constexpr int kPieceBytes = With<8>::kPiece + 16, kRest = sizeof(MlaSmem<With<8>>) - 8 * kPieceBytes, kFit = (kBytes - kRest) / kPieceBytes;
+  using Shape = With<(kFit < 24 ? kFit : 24)>;
 };
 
 struct MlaAttend {
@@ -112,16 +135,19 @@ struct MlaAttend {
   int first;                 // position of the map at which page 0 begins
   float score_scale;         // qk_head_dim^-1/2 log2(e)
   float cache_scale;         // what a stored value is multiplied with
-  float* partial;            // [partials][columns][latent]
-  float2* top_sum;           // [partials][columns]: m, sum
-  MlaRowInfo* info;          // [rows]
+  float* partial;            // [partials][latent]; of a run by chunk, row and head
+  float2* top_sum;           // [partials]: m, sum
   int* next;                 // 0 before the launch; mla_combine puts it back
+  bf16* out;                 // [rows][heads][latent]: of rows with one chunk
 };
 
 K3_DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
 
 // 2^d for whole d <= 0; zero below the normal numbers.
 K3_DEVICE float power_of_two(float d) { return d < -126.0f ? 0.0f : __uint_as_float(u32(127 + int(d)) << 23); }
+
+// Pieces of the page at `page` that some query sees.
+K3_DEVICE int mla_pieces(int page, int end) { return min((end - page + 15) / 16, kMlaPage / 16); }
 
 struct MlaCursor {           // a place in the ring
   int at;
@@ -132,50 +158,77 @@ struct MlaCursor {           // a place in the ring
   }
 };
 
+// Pieces of the block's first item that are copied before the step's queries are there: those that no row of the step writes, and not so
+// many that they would delay what makes the queries.
+constexpr int kMlaAhead = 8;
+template <bool kEarly>
+K3_DEVICE int mla_ahead(const MlaWork& w, const MlaItem& item) { return !kEarly ? 0 : min(max(w.position[item.run] - item.begin, 0) / 16, kMlaAhead); }
+
+// Of all its pages; a group may end before the run's last chunk begins.
+K3_DEVICE int mla_item_pieces(const MlaItem& item) { return max(item.end - item.begin + 15, 0) / 16; }
+
+// Copies pieces `from` to `to` - 1 of an item, as far as there are so many, into the ring; one warp.
 template <class S>
+K3_DEVICE void mla_copy(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, MlaCursor& c, int from, int to) {
+  const int lane = lane_id(), count = min(mla_item_pieces(item), to);
+  const int pages = (count + 3) / 4;
+  const int table = lane < pages ? a.rows.page_table[size_t(item.slot) * a.rows.slot_pages + u32(item.begin / kMlaPage + lane)] : 0;
+  K3_ROLLED
+  for (int piece = from; piece < count; ++piece, c.step<S::kRing>(1)) {
+    const int at = a.first + __shfl_sync(kFullWarp, table, piece / 4) * kMlaPage + piece % 4 * 16;
+    barrier_wait(&m.empty[c.at], c.parity ^ 1);
+    if (lane == 0) {
+      barrier_expect(&m.full[c.at], S::kPiece);
+      tensor_copy(m.ring[c.at], a.map, at, &m.full[c.at]);
+    }
+  }
+}
+
+// Hands out the block's items and copies their pages; mla_ahead pieces of the first are under way, and its queries lie in place.
+template <class S, bool kEarly>
 K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m) {
   const int lane = lane_id(), items = mla_items(m.work);
+  int index = blockIdx.x, group = -1, place = 0;
+  bool whole = false;
   MlaCursor c{0, 0};
-  int index = blockIdx.x;
   for (int k = 0;; ++k) {
-    MlaItem item;
-    item.columns = 0;
     // No sooner than it is needed: who reserves ahead takes from those who are done.
-    if (k) index = gridDim.x + __shfl_sync(kFullWarp, lane == 0 ? atomicAdd(a.next, 1) : 0, 0);
-    if (index < items) item = mla_item<S::kHeads, S::kColumns>(m.work, index);
+    if (k) index = items <= int(gridDim.x) ? items : gridDim.x + __shfl_sync(kFullWarp, lane == 0 ? atomicAdd(a.next, 1) : 0, 0);
+    MlaItem item = m.first;
+    if (index >= items) item.columns = 0;
+    else if (k) item = mla_item<S::kHeads>(m.work, index);
+    const int next = item.run << 16 | item.first;
+    const bool all = S::whole(item.columns);
+    item.load = k == 0 || next == group ? 0 : all || whole ? 2 : 1;
+    if (item.load) place = all || whole ? 0 : place ^ (S::kQueryColumns / 2);
+    item.place = place;
+    group = next;
+    whole = all;
     barrier_wait(&m.item_empty[k & 1], k / 2 & 1 ^ 1);
     if (lane == 0) {
       m.item[k & 1] = item;
       barrier_arrive(&m.item_full[k & 1]);
     }
     if (item.columns == 0) return;
-    const int pages = max(item.end - item.begin + kMlaPage - 1, 0) / kMlaPage;   // a group may end before the run's last chunk begins
-    const int table = lane < pages ? a.rows.page_table[size_t(item.slot) * a.rows.slot_pages + item.begin / kMlaPage + lane] : 0;
-    for (int p = 0; p < pages; ++p) {
-      const int from = a.first + __shfl_sync(kFullWarp, table, p) * kMlaPage;
-      for (int piece = 0; piece < 4; ++piece, c.step<S::kRing>(1)) {
-        barrier_wait(&m.empty[c.at], c.parity ^ 1);
-        if (lane == 0) {
-          barrier_expect(&m.full[c.at], S::kPiece);
-          tensor_copy(m.ring[c.at], a.map, from + piece * 16, &m.full[c.at]);
-        }
-      }
-    }
+    const int ahead = k ? 0 : min(mla_ahead<kEarly>(m.work, item), mla_item_pieces(item));
+    c.step<S::kRing>(ahead);
+    mla_copy(a, m, item, c, ahead, 1 << 20);
   }
 }
 
-// Queries `warp`, `warp` + `warps`, ... of a group as scaled fragments into buffer `b`; kBatch of them are on their way at once.
+// Queries `warp`, `warp` + `warps`, ... of a group as scaled columns from column `place`; kBatch of them are on their way at once.
 template <class S, int kBatch>
-K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int b, int warp, int warps) {
+K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int place, int warp, int warps) {
   using C = typename S::Cache;
-  const int lane = lane_id();
+  const int lane = lane_id(), columns = (item.columns + 7) / 8 * 8;
   constexpr int kLoads = (S::kDim / 8 + kWarpSize - 1) / kWarpSize;
-  for (int start = warp; start < S::kColumns; start += warps * kBatch) {
+  K3_ROLLED
+  for (int start = warp; start < columns; start += warps * kBatch) {
     uint4 v[kBatch][kLoads];
     K3_UNROLL
     for (int h = 0; h < kBatch; ++h) {
       const int column = start + h * warps;
-      const uint4* from = (const uint4*)(a.query + (size_t(item.run) * S::kHeads + item.first + column) * S::kDim);
+      const uint4* from = (const uint4*)(a.query + u32(item.run * S::kHeads + item.first + column) * S::kDim);
       K3_UNROLL
       for (int i = 0; i < kLoads; ++i) {
         int unit = lane + i * kWarpSize;
@@ -184,8 +237,8 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
     }
     K3_UNROLL
     for (int h = 0; h < kBatch; ++h) {
-      const int column = start + h * warps;
-      if (column >= S::kColumns) break;
+      const int column = start + h * warps, to = place + column;
+      if (column >= columns) break;
       float largest = 0;
       K3_UNROLL
       for (int i = 0; i < kLoads; ++i) {
@@ -199,42 +252,37 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
       for (int i = 0; i < kLoads; ++i) {
         int unit = lane + i * kWarpSize;
         if (unit >= S::kDim / 8) continue;
+        settle(v[h][i]);   // unpacked again: the values of both passes together would fill registers
         const u32 w[4] = {v[h][i].x, v[h][i].y, v[h][i].z, v[h][i].w};
+        u32 pair[4];
         K3_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          int d = (unit * 8 + 2 * j) % 16;
-          u32 pair = C::pack(__uint_as_float(w[j] << 16) * scale, __uint_as_float(w[j] & 0xffff0000u) * scale);
-          u32* to = (u32*)&m.query[b][unit / 4][column / 8][column % 8 * 4 + C::query_lane(d)];
-          to[unit / 2 % 2 * 2 + C::query_register(d)] = pair;
-        }
+        for (int j = 0; j < 4; ++j) pair[j] = C::pack(__uint_as_float(w[j] << 16) * scale, __uint_as_float(w[j] & 0xffff0000u) * scale);
+        C::store_query(m.query[unit / 8][to / 8], to % 8 * 128 + unit / 2 % 4 * 32, unit % 2, pair);
       }
       if (lane == 0) {
-        m.scale[b][column] = a.score_scale * a.cache_scale / scale;
-        m.limit[b][column] = column < item.columns ? m.work.position[item.run + (item.first + column) / S::kHeads] : -1;
+        m.scale[to] = a.score_scale * a.cache_scale * __uint_as_float(0x7f000000u - __float_as_uint(scale));   // divided by a power of two
+        m.limit[to] = column < item.columns ? m.work.position[item.run + (item.first + column) / S::kHeads] : -1;
       }
     }
   }
+  fence_copies();
 }
 
-// Keeps the queries of the next group ready; three warps. The first item's lie in buffer 0 already.
+// Keeps the queries of the next group ready; two warps.
 template <class S>
 K3_DEVICE void mla_prepare(const MlaAttend& a, MlaSmem<S>& m, int warp) {
-  int held[S::kQueryBuffers][2];
   for (int k = 0;; ++k) {
     barrier_wait(&m.item_full[k & 1], k / 2 & 1);
-    const MlaItem item = m.item[k & 1];
-    __syncwarp();
-    if (lane_id() == 0) barrier_arrive(&m.item_empty[k & 1]);
+    const MlaItem& item = m.item[k & 1];
     if (item.columns == 0) return;
-    const int b = k % S::kQueryBuffers;
-    barrier_wait(&m.query_empty[b], k / S::kQueryBuffers & 1 ^ 1);
-    K3_UNROLL
-    for (int i = 0; i < S::kQueryBuffers; ++i) {
-      if (i != b) continue;
-      if (k && (k < S::kQueryBuffers || held[i][0] != item.run || held[i][1] != item.first)) mla_load_queries<S, S::kMoveRegisters ? 1 : 2>(a, m, item, b, warp, 3);
-      held[i][0] = item.run, held[i][1] = item.first;
+    if (item.load) {
+      if (item.load > 1) barrier_wait(&m.query_empty[k & 1 ^ 1], (k - 1) / 2 & 1);
+      mla_load_queries<S, S::kMoveRegisters ? 1 : 2>(a, m, item, item.place, warp, 2);
     }
     __syncwarp();
-    if (lane_id() == 0) barrier_arrive(&m.query_full[b]);
+    if (lane_id() == 0) {
+      barrier_arrive(&m.query_full[k & 1]);
+      barrier_arrive(&m.item_empty[k & 1]);
+    }
   }
 }

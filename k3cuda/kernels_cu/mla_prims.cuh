@@ -11,7 +11,8 @@ K3_DEVICE void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                ::"r"(shared_address(dst)), "l"(map), "r"(0), "r"(0), "r"(z), "r"(shared_address(bar)) : "memory");
 }
-// Orders this thread's stores to shared memory before copies that the barriers let through later.
+K3_DEVICE void map_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map)); }
+// Orders this thread's stores to shared memory before what the copy engine and the tensor cores do there behind a barrier.
 K3_DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Threads of some warps meet; id 0 is __syncthreads.
 K3_DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -32,11 +33,6 @@ K3_DEVICE uint4 load_matrices_transposed(u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(row) : "memory");
   return v;
 }
-K3_DEVICE u32 transpose_matrix(u32 v) {
-  u32 r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
-  return r;
-}
 
 K3_DEVICE void mma_f16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -45,6 +41,12 @@ K3_DEVICE void mma_f16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
 // Bytes 0, 1 (low) and 2, 3 (high) of four e4m3 values as FP16 pairs: exact, NaN stays NaN.
 K3_DEVICE void unpack_e4m3(u32 v, u32& low, u32& high) {
   asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}" : "=r"(low), "=r"(high) : "r"(v));
+}
+// To 2 ulp, without a branch.
+K3_DEVICE float divide(float a, float b) {
+  float r;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
 }
 K3_DEVICE u32 pack_f16(float lo, float hi) {
   u32 r;

@@ -9,6 +9,7 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 #endif
 inline int __ffsll(u64 v) { return __builtin_ffsll(v); }
+inline int __clzll(u64 v) { return v ? __builtin_clzll(v) : 64; }
 inline u32 __byte_perm(u32 a, u32 b, u32 s) {
   u64 both = a | u64(b) << 32;
   u32 r = 0;
@@ -33,6 +34,7 @@ inline void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
   barrier_check((HostBarrier*)bar);
 }
 inline void fence_copies() {}
+inline void map_prefetch(const TensorMap*) {}
 template <int> inline void give_registers() {}
 template <int> inline void take_registers() {}
 inline void named_barrier(int id, int threads) {
@@ -41,6 +43,23 @@ inline void named_barrier(int id, int threads) {
   shim::cur->b->progress = true;
   if (++count[id] == threads) count[id] = 0, ++turn[id];
   else while (turn[id] == now) shim_yield();
+}
+
+// Values k and k + 1 (k even) of column n, where wgmma finds them by a descriptor of 16-bit values: by column without swizzle, or by k in
+// rows of 128 bytes with it (PTX ISA, canonical layouts).
+template <bool kByColumn>
+inline u32 shim_column(u64 descriptor, int n, int k) {
+  const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
+  if (descriptor >> 62 != (kByColumn ? 0 : 1)) std::abort();
+  u32 r = 0;
+  for (int i = 0; i < 2; ++i, ++k) {
+    u32 at = kByColumn ? start + n / 8 * stride + k / 8 * leading + k % 8 * 16 + n % 8 * 2 : start + n / 8 * stride + n % 8 * 128 + k * 2;
+    if (!kByColumn) at ^= at >> 3 & 0x70;
+    u16 v;
+    std::memcpy(&v, shared_pointer(at), 2);
+    r |= u32(v) << 16 * i;
+  }
+  return r;
 }
 
 inline uint4 load_matrices(u32 row) {
@@ -59,12 +78,6 @@ inline uint4 load_matrices_transposed(u32 row) {
   }
   return {r[0], r[1], r[2], r[3]};
 }
-inline u32 transpose_matrix(u32 v) {
-  const int g = lane_id() / 4, t = lane_id() % 4;
-  u32 lo = __shfl_sync(kFullWarp, v, 8 * t + g / 2), hi = __shfl_sync(kFullWarp, v, 8 * t + 4 + g / 2);
-  return (lo >> 16 * (g % 2) & 0xffff) | (hi >> 16 * (g % 2) & 0xffff) << 16;
-}
-
 inline float half_value(u32 h) {
   int e = h >> 10 & 31, m = h & 1023;
   float v = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(float(1024 + m), e - 25) : std::ldexp(float(m), -24);
@@ -81,6 +94,7 @@ inline u32 half_bits(float v) {
   u32 m = u32(std::nearbyint(std::ldexp(v, 11 - e)));
   return sign | (m < 1024 ? m : u32(e + 14) * 1024 + m - 1024);
 }
+inline float divide(float a, float b) { return a / b; }
 inline u32 pack_f16(float lo, float hi) { return half_bits(lo) | half_bits(hi) << 16; }
 inline u32 pack_bf16(float lo, float hi) { return float_to_bf16(lo).bits | u32(float_to_bf16(hi).bits) << 16; }
 inline u32 e4m3_half(u32 b) {

@@ -40,49 +40,47 @@ struct MlaItem {
   int run, slot, first, columns;
   int begin, end;            // positions
   int low;                   // position of the group's first row: what lies beyond it is not seen by all
-  int partial;               // where the result goes
+  int partial;               // where the first column's result goes, the others behind it
+  int chunks;                // of the run; 1: the result is final
+  int place;                 // column of shared memory at which the queries begin
+  int load;                  // 0: they lie there; 1: they can be loaded; 2: once the item before has been scored. An item is seen when
+                             // that before the last is done
 };
-
-// Where `mla_combine` finds a row's partial results.
-struct __align__(16) MlaRowInfo { int run, partial, chunks, unused; };
 
 constexpr int kMlaMaxRows = 64;
 
 // A run is the rows of one sequence. Kept in shared memory; built by one warp.
 struct MlaWork {
   int slot[kMlaMaxRows], position[kMlaMaxRows];
+  int run[kMlaMaxRows];                      // where the row's run begins
   int length[kMlaMaxRows];                   // rows of the run that begins here, 0 elsewhere
-  int partial[kMlaMaxRows];
-  int before[kMlaClasses][kMlaMaxRows];      // items of earlier runs, by class
-  int total[kMlaClasses];
+  int chunks[kMlaMaxRows];                   // of the run that begins here
+  int before[kMlaClasses + 1][kMlaMaxRows];  // items of earlier runs, by class; last: their partial results, of every chunk, row and head
+  int total[kMlaClasses + 1];
+  int width;                                 // queries of a group
 };
 
-// Exclusive sum over 64 entries, two a lane (lane and lane + 32); `low` and `high` become the sums, the total is returned.
-K3_DEVICE int scan_64(int& low, int& high) {
-  int l = low, h = high;
-  K3_UNROLL
-  for (int d = 1; d < kWarpSize; d *= 2) {
-    int a = __shfl_up_sync(kFullWarp, l, d), b = __shfl_up_sync(kFullWarp, h, d);
-    if (lane_id() >= d) l += a, h += b;
-  }
-  int first = __shfl_sync(kFullWarp, l, kWarpSize - 1), second = __shfl_sync(kFullWarp, h, kWarpSize - 1);
-  low = l - low;
-  high = h - high + first;
-  return first + second;
-}
+// Queries that a group may hold, rising.
+struct MlaWidths { int width[3]; };
 
-// kColumns: queries of a group. One warp; the caller synchronises.
-template <int kHeads, int kColumns>
-K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w) {
+// One warp; the caller synchronises. Groups are as narrow as they can be with an item for each of `blocks`: where there are blocks without
+// work, more of them read a page and each does less with it. Widths change no byte.
+template <int kHeads>
+K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, int blocks) {
+  constexpr int kSums = kMlaClasses + 1;
   const int lane = lane_id();
-  int slot[2], counts[2][kMlaClasses], parts[2], length[2];
+  int slot[2], position[2], length[2], chunks[2], items[2] = {}, own[2][kSums], sum[2][kSums];
   u64 edges = 0;
   K3_UNROLL
   for (int h = 0; h < 2; ++h) {
     int i = lane + h * kWarpSize;
     slot[h] = i < a.rows ? a.row_slot[i] : -1;
-    w.slot[i] = slot[h];
-    w.position[i] = i < a.rows ? a.row_position[i] : 0;
+    position[h] = i < a.rows ? a.row_position[i] : 0;
+  }
+  K3_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    w.slot[lane + h * kWarpSize] = slot[h];
+    w.position[lane + h * kWarpSize] = position[h];
   }
   __syncwarp();
   K3_UNROLL
@@ -93,33 +91,53 @@ K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w) {
   K3_UNROLL
   for (int h = 0; h < 2; ++h) {
     int i = lane + h * kWarpSize;
-    u64 after = edges >> i >> 1;
+    const u64 after = edges >> i >> 1;
     length[h] = slot[h] >= 0 && (edges >> i & 1) ? (after ? __ffsll(after) : kMlaMaxRows - i) : 0;
-    int chunks = length[h] ? mla_chunks(w.position[i + length[h] - 1] + 1) : 0;
-    int groups = (length[h] * kHeads + kColumns - 1) / kColumns;
-    int longs = max(chunks - kMlaShorts - kMlaMiddles, 0), shorts = min(chunks, kMlaShorts);
-    counts[h][0] = longs * groups;
-    counts[h][1] = (chunks - longs - shorts) * groups;
-    counts[h][2] = shorts * groups;
-    parts[h] = chunks * groups;
+    chunks[h] = length[h] ? mla_chunks(w.position[i + length[h] - 1] + 1) : 0;
     w.length[i] = length[h];
+    w.chunks[i] = chunks[h];
+    w.run[i] = 63 - __clzll(edges & (~0ull >> (63 - i)));
+    K3_UNROLL
+    for (int n = 0; n < 2; ++n) items[n] += chunks[h] * ((length[h] * kHeads + widths.width[n] - 1) / widths.width[n]);
   }
   K3_UNROLL
-  for (int c = 0; c < kMlaClasses; ++c) {
-    int total = scan_64(counts[0][c], counts[1][c]);
-    w.before[c][lane] = counts[0][c];
-    w.before[c][lane + kWarpSize] = counts[1][c];
-    if (lane == 0) w.total[c] = total;
+  for (int d = 1; d < kWarpSize; d *= 2)
+    K3_UNROLL
+    for (int n = 0; n < 2; ++n) items[n] += __shfl_xor_sync(kFullWarp, items[n], d);
+  const int width = items[0] <= blocks ? widths.width[0] : items[1] <= blocks ? widths.width[1] : widths.width[2];
+  if (lane == 0) w.width = width;
+  K3_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const int groups = (length[h] * kHeads + width - 1) / width;
+    const int longs = max(chunks[h] - kMlaShorts - kMlaMiddles, 0), shorts = min(chunks[h], kMlaShorts);
+    own[h][0] = longs * groups;
+    own[h][1] = (chunks[h] - longs - shorts) * groups;
+    own[h][2] = shorts * groups;
+    own[h][3] = chunks[h] * length[h] * kHeads;
+    K3_UNROLL
+    for (int c = 0; c < kSums; ++c) sum[h][c] = own[h][c];
   }
-  scan_64(parts[0], parts[1]);
-  w.partial[lane] = parts[0];
-  w.partial[lane + kWarpSize] = parts[1];
+  // All sums side by side: what a step waits for is one shuffle.
+  K3_UNROLL
+  for (int d = 1; d < kWarpSize; d *= 2)
+    K3_UNROLL
+    for (int c = 0; c < kSums; ++c) {
+      int low = __shfl_up_sync(kFullWarp, sum[0][c], d), high = __shfl_up_sync(kFullWarp, sum[1][c], d);
+      if (lane >= d) sum[0][c] += low, sum[1][c] += high;
+    }
+  K3_UNROLL
+  for (int c = 0; c < kSums; ++c) {
+    const int first = __shfl_sync(kFullWarp, sum[0][c], kWarpSize - 1), second = __shfl_sync(kFullWarp, sum[1][c], kWarpSize - 1);
+    w.before[c][lane] = sum[0][c] - own[0][c];
+    w.before[c][lane + kWarpSize] = sum[1][c] - own[1][c] + first;
+    if (lane == 0) w.total[c] = first + second;
+  }
 }
 
 K3_DEVICE int mla_items(const MlaWork& w) { return w.total[0] + w.total[1] + w.total[2]; }
 
 // Item `index`: longest chunks first, groups of a chunk side by side so that they share it in the L2 cache.
-template <int kHeads, int kColumns>
+template <int kHeads>
 K3_DEVICE MlaItem mla_item(const MlaWork& w, int index) {
   int c = 0;
   while (c < kMlaClasses - 1 && index >= w.total[c]) index -= w.total[c++];
@@ -127,23 +145,17 @@ K3_DEVICE MlaItem mla_item(const MlaWork& w, int index) {
   for (int step = kMlaMaxRows / 2; step; step /= 2)
     if (w.before[c][run + step] <= index) run += step;
   index -= w.before[c][run];
-  const int columns = w.length[run] * kHeads, groups = (columns + kColumns - 1) / kColumns;
+  const int columns = w.length[run] * kHeads, groups = (columns + w.width - 1) / w.width;
   const int group = index % groups, chunk = index / groups + (c == 0 ? kMlaShorts + kMlaMiddles : c == 1 ? kMlaShorts : 0);
   MlaItem m;
   m.run = run;
   m.slot = w.slot[run];
-  m.first = group * kColumns;
-  m.columns = min(kColumns, columns - m.first);
+  m.first = group * w.width;
+  m.columns = min(w.width, columns - m.first);
   m.low = w.position[run + m.first / kHeads];
   m.begin = mla_chunk_begin(chunk);
   m.end = min(mla_chunk_begin(chunk + 1), w.position[run + (m.first + m.columns - 1) / kHeads] + 1);
-  m.partial = w.partial[run] + group * mla_chunks(w.position[run + w.length[run] - 1] + 1) + chunk;
+  m.partial = w.before[kMlaClasses][run] + chunk * columns + m.first;
+  m.chunks = w.chunks[run];
   return m;
-}
-
-// For `mla_combine`; one thread a row.
-K3_DEVICE void mla_row_info(const MlaWork& w, int row, MlaRowInfo* info) {
-  int run = row;
-  while (w.length[run] == 0) --run;
-  info[row] = {run, w.partial[run], mla_chunks(w.position[run + w.length[run] - 1] + 1), 0};
 }

@@ -5,7 +5,6 @@ from ..context_split import page_tokens
 from ..draft_config import DraftConfig
 from ..draft_plan import DraftPlan
 from ..emit import arena_offsets
-from ..emit_sizes import MLA_WORK_COLUMNS
 from ..plan import Plan
 from ..tables import tables_of
 
@@ -31,18 +30,14 @@ def mla_chunks(length: int) -> int:
     return count
 
 
-def mla_partials(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages: int, dcp: int = 1) -> int:
-    """Partial results of the split context that one launch can have at most: all chunks of a whole context of every slot, for the heads of `dcp` ranks.
-
-    A partial belongs to a group of (row, head) pairs of one sequence: those of 8 rows, or MLA_WORK_COLUMNS if that is less.
-    """
-    heads = cfg.num_attention_heads // tp * dcp
-    return mla_chunks(slot_pages * PAGE_SIZE) * (slots + max(DECODE_ROWS // 8, -(-DECODE_ROWS * heads // MLA_WORK_COLUMNS)))
+def mla_partials(cfg: K3Config | DraftConfig, tp: int, slot_pages: int, dcp: int = 1) -> int:
+    """Partial results of the split context that one launch can have at most: of every chunk of a whole context and row, for the heads of `dcp` ranks."""
+    return mla_chunks(slot_pages * PAGE_SIZE) * DECODE_ROWS * (cfg.num_attention_heads // tp) * dcp
 
 
-def mla_work_bytes(cfg: K3Config | DraftConfig, tp: int, slots: int, slot_pages: int, dcp: int = 1) -> int:
-    """Bytes of `Step.mla_work`: of every partial and column a maximum, a sum, and a latent."""
-    return mla_partials(cfg, tp, slots, slot_pages, dcp) * MLA_WORK_COLUMNS * (8 + 4 * cfg.kv_lora_rank)
+def mla_work_bytes(cfg: K3Config | DraftConfig, tp: int, slot_pages: int, dcp: int = 1) -> int:
+    """Bytes of `Step.mla_work`: of every partial a maximum, a sum, and a latent."""
+    return mla_partials(cfg, tp, slot_pages, dcp) * (8 + 4 * cfg.kv_lora_rank)
 
 
 def slot_pages_of(tokens: int, draft: DraftPlan | None = None, dcp: int = 1) -> int:
@@ -69,7 +64,7 @@ def accept_work_bytes(vocab_size: int) -> int:
 def _memory_bytes(plan: Plan | DraftPlan, slots: int, slot_pages: int, kv_cache_dtype: str) -> int:
     """Of a `RankMemory`."""
     session = session_bytes(plan, slots, slots * slot_pages, slot_pages, kv_cache_dtype)
-    work = mla_work_bytes(plan.cfg, plan.tp, slots, slot_pages, plan.dcp) if "mla_cache" in session else 0
+    work = mla_work_bytes(plan.cfg, plan.tp, slot_pages, plan.dcp) if "mla_cache" in session else 0
     return arena_offsets(plan)[1] + sum(session.values()) + work
 
 

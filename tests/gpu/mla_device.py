@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import cupy as cp
 import numpy as np
 
+from k3cuda.emit import MAX_SHARED
 from k3cuda.runtime.cuda_driver import Launch, Module, check, driver, open_device
 from k3cuda.runtime.cuda_jit import compile_cuda
 
@@ -14,8 +15,7 @@ PAGE = 64
 LATENT, ROPE, QUERY = 512, 64, 1536
 DIM = LATENT + ROPE
 SCALE = np.float32((128 + 64) ** -0.5 * np.log2(np.e))
-# Pieces of 16 cache rows that fit in shared memory beside the queries, by bytes of a value and tiles of 8 queries.
-RING = {(1, 1): 21, (1, 2): 18, (1, 3): 16, (1, 6): 16, (2, 1): 10, (2, 2): 9, (2, 3): 8, (2, 6): 8}
+COMBINE_THREADS, COMBINE_BLOCKS = 256, 4   # blocks: an SM
 
 
 class Rows(ctypes.Structure):
@@ -25,13 +25,13 @@ class Rows(ctypes.Structure):
 
 class Attend(ctypes.Structure):
     _fields_ = [("rows", Rows), ("query", ctypes.c_void_p), ("map", ctypes.c_void_p), ("first", ctypes.c_int), ("score_scale", ctypes.c_float),
-                ("cache_scale", ctypes.c_float), ("partial", ctypes.c_void_p), ("top_sum", ctypes.c_void_p), ("info", ctypes.c_void_p),
-                ("next", ctypes.c_void_p)]
+                ("cache_scale", ctypes.c_float), ("partial", ctypes.c_void_p), ("top_sum", ctypes.c_void_p), ("next", ctypes.c_void_p),
+                ("out", ctypes.c_void_p)]
 
 
 class Combine(ctypes.Structure):
-    _fields_ = [("row_slot", ctypes.c_void_p), ("row_position", ctypes.c_void_p), ("info", ctypes.c_void_p), ("partial", ctypes.c_void_p),
-                ("top_sum", ctypes.c_void_p), ("cache_scale", ctypes.c_float), ("next", ctypes.c_void_p), ("out", ctypes.c_void_p)]
+    _fields_ = [("rows", Rows), ("partial", ctypes.c_void_p), ("top_sum", ctypes.c_void_p), ("cache_scale", ctypes.c_float),
+                ("next", ctypes.c_void_p), ("out", ctypes.c_void_p)]
 
 
 class Write(ctypes.Structure):
@@ -48,7 +48,7 @@ def device():
 def source(bytes_: int, heads: int, tiles: int) -> str:
     cache, stored = {1: ("MlaE4m3", "u8"), 2: ("MlaBf16", "bf16")}[bytes_]
     return (f'#include "bench_mla.cuh"\nK3_BENCH_MLA(mla, {cache}, {stored}, {heads}, {LATENT}, {ROPE}, {QUERY}, {tiles}, '
-            f'{RING[bytes_, tiles]})\n')
+            f'{MAX_SHARED})\n')
 
 
 def compiled(shape, arch: str | None = None):
@@ -112,30 +112,29 @@ def tensor_map(cache):
 class Mla:
     """Kernels of one shape; `tiles` tiles of 8 queries a group, `blocks` blocks."""
 
-    def __init__(self, bytes_: int, heads: int, tiles: int, blocks: int | None = None, partials: int = 4096):
+    def __init__(self, bytes_: int, heads: int, tiles: int, blocks: int | None = None, partials: int = 1 << 16):
         self.bytes, self.heads, self.tiles, self.blocks = bytes_, heads, tiles, blocks or device().sms
         self.module = module(bytes_, heads, tiles)
-        self.shared = self.module.constants("mla_shared", 1)[0]
+        self.shared, self.threads = (self.module.constants(f"mla_{n}", 1)[0] for n in ("shared", "threads"))
         self.attend = self.module.function("mla_attend", self.shared)
-        self.combine, self.write = self.module.function("mla_combine"), self.module.function("mla_write")
+        self.combine, self.write = {n: self.module.function(f"mla_combine_{n}") for n in (1, 2, 8)}, self.module.function("mla_write")
         self.partials = partials
-        self.partial = cp.empty((partials, 8 * tiles, LATENT), cp.float32)
-        self.top_sum = cp.empty((partials, 8 * tiles, 2), cp.float32)
-        self.info, self.next = cp.zeros((64, 4), cp.int32), cp.zeros(1, cp.int32)
+        self.partial = cp.empty((partials, LATENT), cp.float32)
+        self.top_sum = cp.empty((partials, 2), cp.float32)
+        self.next = cp.zeros(1, cp.int32)
 
     def rows(self, slot, position, table):
         return Rows(slot.data.ptr, position.data.ptr, table.data.ptr, table.shape[1], len(slot))
 
     def launches(self, query, cache, slot, position, table, out, *, cache_scale: float = 1.0, stream: int = 0, dependent: bool = False):
         """The two launches of one layer; every array stays alive with them."""
-        rows = len(slot)
-        encoded = tensor_map(cache)
-        a = Attend(self.rows(slot, position, table), query.data.ptr, encoded.data.ptr, 0, SCALE, cache_scale, self.partial.data.ptr,
-                   self.top_sum.data.ptr, self.info.data.ptr, self.next.data.ptr)
-        c = Combine(slot.data.ptr, position.data.ptr, self.info.data.ptr, self.partial.data.ptr, self.top_sum.data.ptr, cache_scale,
-                    self.next.data.ptr, out.data.ptr)
-        both = [Launch(self.attend, self.blocks, 512, [a], shared=self.shared, stream=stream, dependent=dependent),
-                Launch(self.combine, (rows, self.heads, LATENT // 64), 512, [c], stream=stream, dependent=dependent)]
+        encoded, work = tensor_map(cache), (self.partial.data.ptr, self.top_sum.data.ptr)
+        a = Attend(self.rows(slot, position, table), query.data.ptr, encoded.data.ptr, 0, SCALE, cache_scale, *work, self.next.data.ptr, out.data.ptr)
+        c = Combine(self.rows(slot, position, table), *work, cache_scale, self.next.data.ptr, out.data.ptr)
+        together = next(n for n in (8, 2, 1) if n == 1 or len(slot) > n * 4)
+        blocks = min(COMBINE_BLOCKS * device().sms, len(slot) * self.heads * LATENT // (32 * together))
+        both = [Launch(self.attend, self.blocks, self.threads, [a], shared=self.shared, stream=stream, dependent=dependent),
+                Launch(self.combine[together], blocks, COMBINE_THREADS, [c], stream=stream, dependent=dependent)]
         both[0].kept = (encoded, query, cache, slot, position, table, out)
         return both
 
@@ -143,7 +142,7 @@ class Mla:
         """query BF16 bits [rows][heads][dim] -> BF16 bits [rows][heads][latent]; everything that is written is poisoned first."""
         slot, position, table = (cp.asarray(x, cp.int32) for x in (slot, position, table))
         out = cp.full((len(slot), self.heads, LATENT), 0xffff, cp.uint16)
-        for x in (self.partial, self.top_sum, self.info):
+        for x in (self.partial, self.top_sum):
             x.view(cp.uint32)[...] = 0xffffffff
         cp.cuda.Device().synchronize()
         for launch in self.launches(query, cache, slot, position, table, out, **more):

@@ -63,7 +63,7 @@ def test_long(rng, bytes_, length, rows, heads, tiles):
     poison_unused(cache, table, [length])
     slot, position = [0] * rows, list(range(length - rows, length))
     q = queries(rng, rows, heads)
-    out = Mla(bytes_, heads, tiles, partials=20000).run(q, cache, slot, position, table)
+    out = Mla(bytes_, heads, tiles).run(q, cache, slot, position, table)
     assert md.error(out, md.reference(q, cache, slot, position, table)) < LIMIT[bytes_]
 
 

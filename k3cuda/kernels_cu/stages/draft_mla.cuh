@@ -81,36 +81,29 @@ struct draft_mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kM
 // Position up to which a row sees, by layer.
 K3_DEVICE const int* last_seen(const Step& s, const OpArgs& op) { return kCausal[op.layer] ? row_position(s) : row_last(s); }
 
-// Groups of six tiles of queries spill on the newer chips beside a BF16 cache: of more than four a page is read by several groups of three.
-constexpr int kDraftTiles = kQueryTiles > 4 ? 3 : kQueryTiles;
-template <int kRing> using DraftWith = MlaShape<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kDraftTiles, kRing>;
-constexpr int kDraftRest = sizeof(MlaSmem<DraftWith<8>>) - 8 * kPieceBytes;
-typedef DraftWith<min_of(24, (kMaxShared - kDraftRest) / kPieceBytes)> DraftLayout;
+K3_DEVICE MlaRows draft_rows(const Step& s, const OpArgs& op) { return {row_slot(s), last_seen(s, op), page_table(s), s.slot_pages, kAttendRows}; }
 
-struct draft_mla_attend : StageDefaults {
-  static constexpr int kBlocks = kSms, kThreads = DraftLayout::kThreads, kSmem = sizeof(MlaSmem<DraftLayout>);
+struct draft_mla_attend : mla_attend {
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     const float log2_e = 1.44269504088896340736f;
-    ::mla_attend<DraftLayout>({{row_slot(s), last_seen(s, op), page_table(s), s.slot_pages, kAttendRows}, mla_q_absorbed(s), (const TensorMap*)s.mla_map,
-                             op.kind_index * s.pages * kPageSize, kScoreScale * log2_e, 1.0f, mla_partial(s), mla_top_sum(s), (MlaRowInfo*)mla_info(s), mla_next(s)},
-                            *(MlaSmem<DraftLayout>*)smem, [] {
-                              grid_wait();
-                              grid_launch_next();
-                            });
+    ::mla_attend<MlaLayout, false>({draft_rows(s, op), mla_q_absorbed(s), (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
+                                      kScoreScale * log2_e, 1.0f, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s)},
+                                     *(MlaSmem<MlaLayout>*)smem, [] {
+                                       grid_wait();
+                                       grid_launch_next();
+                                     });
   }
 };
 
-struct draft_mla_combine : StageDefaults {
-  static constexpr int kBlocks = ceil_div(kKvLoraRank, kMlaSlab), kBlocksY = kAttendRows * kOwnNumAttentionHeads, kThreads = kMlaCombineThreads;
+struct draft_mla_combine : mla_combine {
   static __device__ void run(const Step& s, const OpArgs& op) {
-    __shared__ MlaCombineSmem m;
-    grid_wait();
-    grid_launch_next();
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *mla_next(s) = 0;
-    ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, DraftLayout::kColumns>(
-        {row_slot(s), last_seen(s, op), (MlaRowInfo*)mla_info(s), mla_partial(s), mla_top_sum(s), 1.0f, mla_next(s), mla_o_latent(s)}, m,
-        blockIdx.y / kOwnNumAttentionHeads, blockIdx.y % kOwnNumAttentionHeads, blockIdx.x);
+    __shared__ MlaCombineSmem<kTogether> m;
+    ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, kTogether>(
+        {draft_rows(s, op), mla_partial(s), mla_top_sum(s), 1.0f, mla_next(s), mla_o_latent(s)}, m, [] {
+          grid_wait();
+          grid_launch_next();
+        });
   }
 };
 

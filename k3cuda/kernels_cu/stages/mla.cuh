@@ -76,23 +76,21 @@ template <> struct CacheOf<true> { typedef MlaE4m3 type; };
 typedef CacheOf<kKvFp8>::type StepCache;
 constexpr int kQueryTiles = ceil_div(min_of(kRows, 8) * kOwnNumAttentionHeads, 8);   // of eight (row, head) pairs that read a page together
 constexpr int kGroupTiles = kQueryTiles > 4 ? 6 : kQueryTiles;
-template <int kRing> using MlaWith = MlaShape<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, kRing>;
-// As many pieces of the cache in flight as shared memory holds; a piece comes with two barriers.
-constexpr int kPieceBytes = MlaWith<8>::kPiece + 16, kMlaRest = sizeof(MlaSmem<MlaWith<8>>) - 8 * kPieceBytes;
-typedef MlaWith<min_of(24, (kMaxShared - kMlaRest) / kPieceBytes)> MlaLayout;
+typedef MlaFit<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, kMaxShared>::Shape MlaLayout;
 
 // m and sum of every partial stand before the partials themselves.
 K3_DEVICE float2* mla_top_sum(const Step& s) { return (float2*)s.mla_work; }
-K3_DEVICE float* mla_partial(const Step& s) { return (float*)(s.mla_work + size_t(s.mla_partials) * kMlaWorkColumns * sizeof(float2)); }
+K3_DEVICE float* mla_partial(const Step& s) { return (float*)(s.mla_work + size_t(s.mla_partials) * sizeof(float2)); }
 
 struct mla_attend : StageDefaults {
   static constexpr int kBlocks = kSms, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>);
-  static_assert(MlaLayout::kColumns <= kMlaWorkColumns, "the work space holds a group's columns");
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     const float log2_e = 1.44269504088896340736f;
-    ::mla_attend<MlaLayout>({mla_rows(s, op), mla_q_absorbed(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize, rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s),
-                             (MlaRowInfo*)mla_info(s), mla_next(s)}, *(MlaSmem<MlaLayout>*)smem, [] {
+    const size_t first = size_t(op.first_row) * kOwnNumAttentionHeads;
+    ::mla_attend<MlaLayout>({mla_rows(s, op), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
+                             rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s) + first * kKvLoraRank},
+                            *(MlaSmem<MlaLayout>*)smem, [] {
       grid_wait();
       grid_launch_next();
     });
@@ -100,16 +98,15 @@ struct mla_attend : StageDefaults {
 };
 
 struct mla_combine : StageDefaults {
-  static constexpr int kBlocks = ceil_div(kKvLoraRank, kMlaSlab), kBlocksY = kAttendRows * kOwnNumAttentionHeads, kThreads = kMlaCombineThreads;
+  static constexpr int kTogether = mla_combine_slabs(kAttendRows), kThreads = kMlaCombineThreads;
+  static constexpr int kBlocks = min_of(kAttendRows * kOwnNumAttentionHeads * ceil_div(kKvLoraRank, kTogether * kMlaSlab), 4 * kSms);
   static __device__ void run(const Step& s, const OpArgs& op) {
-    __shared__ MlaCombineSmem m;
-    grid_wait();
-    grid_launch_next();
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *mla_next(s) = 0;
-    ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, MlaLayout::kColumns>(
-        {row_slot(s) + op.first_row, row_position(s) + op.first_row, (MlaRowInfo*)mla_info(s), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s),
-         mla_o_latent(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kKvLoraRank}, m,
-        blockIdx.y / kOwnNumAttentionHeads, blockIdx.y % kOwnNumAttentionHeads, blockIdx.x);
+    __shared__ MlaCombineSmem<kTogether> m;
+    ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, kTogether>(
+        {mla_rows(s, op), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s), mla_o_latent(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kKvLoraRank}, m, [] {
+          grid_wait();
+          grid_launch_next();
+        });
   }
 };
 

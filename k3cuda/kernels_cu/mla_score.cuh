@@ -1,0 +1,155 @@
+// Latent attention's scores and weights: sets of four warps.
+#pragma once
+#include "mla_core.cuh"
+
+// Clears what not all of the group's rows see in a page's pieces: rows behind the last position, and what is not finite in the rows
+// before it. Their weight is 0, and 0 times NaN would reach everyone. Rows that do see it have NaN weights by then, so they stay NaN.
+template <class S>
+K3_DEVICE void mla_clear_hidden(MlaSmem<S>& m, const MlaCursor& c, int page, const MlaItem& item, int thread) {
+  constexpr int kUnits = S::kRowBytes / 16;
+  const int first = max(item.low + 1 - page, 0), rows = mla_pieces(page, item.end) * 16 - first;
+  K3_ROLLED
+  for (int i = thread; i < rows * kUnits; i += 128) {
+    const int row = first + i / kUnits, at = c.at + row / 16;
+    u8* piece = m.ring[at >= S::kRing ? at - S::kRing : at];
+    uint4* unit = (uint4*)(piece + S::swizzle(row % 16 * S::kRowBytes + i % kUnits * 16));
+    if (page + row >= item.end) {
+      *unit = {0, 0, 0, 0};
+    } else {
+      const uint4 v = *unit, keep{S::Cache::finite(v.x), S::Cache::finite(v.y), S::Cache::finite(v.z), S::Cache::finite(v.w)};
+      if ((keep.x & keep.y & keep.z & keep.w) != ~0u) *unit = {v.x & keep.x, v.y & keep.y, v.z & keep.z, v.w & keep.w};
+    }
+  }
+}
+
+// Products of a warp's 16 cache rows with kUse tiles of queries: rows at shared address `from`, a lane's own; queries at `query`.
+template <class S, int kUse>
+K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query) {
+  using C = typename S::Cache;
+  uint4 rows[kMlaUnderWay], raw, next;
+  settle(query);
+  settle(from);
+  next = load_matrices(S::swizzle(from));
+  K3_UNROLL
+  for (int step = 0; step < S::kKSteps; ++step) {
+    if (step % S::kPair == 0) {
+      raw = next;
+      if (step + S::kPair < S::kKSteps) next = load_matrices(S::swizzle(from + (step / S::kPair + 1) * 32));
+    }
+    if (step >= kMlaUnderWay) {
+      products_wait<kMlaUnderWay - 1>();
+      settle(rows[step % kMlaUnderWay]);
+      settle(raw);                                     // unpacked no sooner than there is room
+    }
+    rows[step % kMlaUnderWay] = C::rows(raw, step % S::kPair);
+    const Columns<kUse> q = columns_by_k<kUse>(query, step / 4 * (S::kQueryBlock / 16) + step % 4 * 2);
+    products_begin();
+    product<C::kF16, false>(s, rows[step % kMlaUnderWay], q, step > 0);
+    products_end();
+  }
+  products_wait<0>();
+  K3_UNROLL
+  for (int i = 0; i < kMlaUnderWay; ++i) settle(rows[i]);
+  K3_UNROLL
+  for (int n = 0; n < kUse; ++n)
+    K3_UNROLL
+    for (int j = 0; j < 4; ++j) settle(s[n][j]);
+}
+
+// Warp `piece` (0-3) of set `set`; sets take turns by pages. m runs through the pages: of two sets, one takes it from the other.
+template <class S, int kUse>
+K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCursor& c, u32& count) {
+  using C = typename S::Cache;
+  const int lane = lane_id(), g = lane / 4, t = lane % 4, place = m.item[k & 1].place, end = m.item[k & 1].end;
+  const u32 query = shared_address(m.query[0][place / 8]);
+  int pieces;
+  for (int page = m.item[k & 1].begin; page < end; page += kMlaPage, c.step<S::kRing>(pieces), ++count) {
+    pieces = mla_pieces(page, end);
+    if (S::kSets > 1 && (count & 1) != set) continue;
+    const int buffer = count & 1;
+    MlaCursor p = c;
+    p.step<S::kRing>(piece < pieces ? piece : 0);        // who has no piece scores the first once more, for nothing
+    barrier_wait(&m.full[p.at], p.parity);
+    float s[kUse][4] = {};
+    mla_score_products<S, kUse>(s, shared_address(m.ring[p.at]) + lane % 16 * S::kRowBytes + lane / 16 * 16, query);
+    const bool edge = page + kMlaPage - 1 > m.item[k & 1].low;    // some row does not see all of the page
+    K3_UNROLL
+    for (int n = 0; n < kUse; ++n) {
+      float v[2];
+      K3_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        if (edge) {
+          const int limit = m.limit[place + n * 8 + 2 * t + j], position = page + piece * 16 + g;
+          if (position > limit) s[n][j] = minus_infinity();
+          if (position + 8 > limit) s[n][2 + j] = minus_infinity();
+        }
+        v[j] = fmaxf(s[n][j], s[n][2 + j]);
+        K3_UNROLL
+        for (int d = 4; d < kWarpSize; d *= 2) v[j] = fmaxf(v[j], __shfl_xor_sync(kFullWarp, v[j], d));
+      }
+      if (g == 0) *(float2*)&m.piece_top[count & 3][piece][n * 8 + 2 * t] = {v[0], v[1]};
+    }
+    named_barrier(3 + set, 128);
+    if (S::kSets > 1 && count) barrier_wait(&m.top_full[buffer ^ 1], (count - 1) / 2 & 1);
+    barrier_wait(&m.weight_empty[buffer], count / 2 & 1 ^ 1);
+    const bool first = page == m.item[k & 1].begin;
+    bool changed = false;
+    float2 shift[kUse];
+    K3_UNROLL
+    for (int n = 0; n < kUse; ++n) {
+      const int column = n * 8 + 2 * t;
+      const float2 scale = *(const float2*)&m.scale[place + column];
+      float2 most = *(const float2*)&m.piece_top[count & 3][0][column], last = *(const float2*)&m.top[buffer ^ 1][column];
+      K3_UNROLL
+      for (int i = 1; i < 4; ++i) {
+        const float2 x = *(const float2*)&m.piece_top[count & 3][i][column];
+        most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y)};
+      }
+      if (first) last = {minus_infinity(), minus_infinity()};
+      // Rounding keeps order: the largest product is that of the largest score.
+      const float2 now{fmaxf(last.x, ceilf(most.x * scale.x)), fmaxf(last.y, ceilf(most.y * scale.y))};
+      const float2 factor{power_of_two(last.x - now.x), power_of_two(last.y - now.y)};
+      changed |= factor.x != 1.0f || factor.y != 1.0f;
+      shift[n] = {C::kShift - now.x, C::kShift - now.y};
+      if (piece == 0 && g == 0) {
+        *(float2*)&m.top[buffer][column] = now;
+        *(float2*)&m.factor[buffer][column] = factor;
+      }
+    }
+    changed = __any_sync(kFullWarp, changed && !first);
+    if (piece == 0 && lane == 0) m.rescale[buffer] = changed;
+    __syncwarp();
+    if (S::kSets > 1 && lane == 0) barrier_arrive(&m.top_full[buffer]);   // of all four: all have read the other set's m
+    K3_UNROLL
+    for (int n = 0; n < kUse; ++n) {
+      const float2 scale = *(const float2*)&m.scale[place + n * 8 + 2 * t];
+      // Lane 4 g + t of 8 positions x 8 queries: position g, queries 2t and 2t + 1.
+      m.weight[buffer][2 * piece][n][lane] = C::pack(exp2f(fmaf(s[n][0], scale.x, shift[n].x)), exp2f(fmaf(s[n][1], scale.y, shift[n].y)));
+      m.weight[buffer][2 * piece + 1][n][lane] = C::pack(exp2f(fmaf(s[n][2], scale.x, shift[n].x)), exp2f(fmaf(s[n][3], scale.y, shift[n].y)));
+    }
+    if (edge) mla_clear_hidden<S>(m, c, page, m.item[k & 1], piece * kWarpSize + lane);
+    fence_copies();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&m.weight_full[buffer]);
+  }
+}
+
+template <class S>
+K3_DEVICE void mla_score(MlaSmem<S>& m, int set, int piece) {
+  MlaCursor c{0, 0};
+  u32 count = 0;
+  for (int k = 0;; ++k) {
+    barrier_wait(&m.item_full[k & 1], k / 2 & 1);
+    const int columns = m.item[k & 1].columns;
+    if (columns == 0) return;
+    barrier_wait(&m.query_full[k & 1], k / 2 & 1);
+    if (S::kFew < S::kTiles && columns <= 8 * S::kFew) mla_score_item<S, S::kFew>(m, k, set, piece, c, count);
+    else if (S::kFew < S::kMiddle && columns <= 8 * S::kMiddle) mla_score_item<S, S::kMiddle>(m, k, set, piece, c, count);
+    else mla_score_item<S, S::kTiles>(m, k, set, piece, c, count);
+    __syncwarp();
+    if (lane_id() == 0) {
+      barrier_arrive(&m.query_empty[k & 1]);
+      barrier_arrive(&m.item_empty[k & 1]);
+    }
+  }
+}

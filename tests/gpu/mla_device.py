@@ -16,6 +16,7 @@ LATENT, ROPE, QUERY = 512, 64, 1536
 DIM = LATENT + ROPE
 SCALE = np.float32((128 + 64) ** -0.5 * np.log2(np.e))
 COMBINE_THREADS, COMBINE_BLOCKS = 256, 4   # blocks: an SM
+COMBINE_SLABS = {8: 32, 2: 4, 1: 0}         # slabs side by side for more rows than that: mla_combine_slabs
 
 
 class Rows(ctypes.Structure):
@@ -131,7 +132,7 @@ class Mla:
         encoded, work = tensor_map(cache), (self.partial.data.ptr, self.top_sum.data.ptr)
         a = Attend(self.rows(slot, position, table), query.data.ptr, encoded.data.ptr, 0, SCALE, cache_scale, *work, self.next.data.ptr, out.data.ptr)
         c = Combine(self.rows(slot, position, table), *work, cache_scale, self.next.data.ptr, out.data.ptr)
-        together = next(n for n in (8, 2, 1) if n == 1 or len(slot) > n * 4)
+        together = next(n for n, rows in COMBINE_SLABS.items() if len(slot) > rows)
         blocks = min(COMBINE_BLOCKS * device().sms, len(slot) * self.heads * LATENT // (32 * together))
         both = [Launch(self.attend, self.blocks, self.threads, [a], shared=self.shared, stream=stream, dependent=dependent),
                 Launch(self.combine[together], blocks, COMBINE_THREADS, [c], stream=stream, dependent=dependent)]

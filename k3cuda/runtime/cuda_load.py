@@ -56,8 +56,8 @@ class CudaLoadDevice:
             return cupy.empty(nbytes, cupy.uint8)
 
     def staged_bytes(self) -> int:
-        """Memory that staging has of the device, in use or not."""
-        return self._pool.total_bytes()
+        """Staging memory in use."""
+        return self._pool.used_bytes()
 
     def staging(self, nbytes: int) -> "_Staging":
         self._mine()

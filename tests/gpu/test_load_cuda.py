@@ -41,24 +41,19 @@ def test_a_source_that_is_no_file(coded, device):
 @pytest.mark.parametrize("error", [CheckpointError, OutOfMemory])
 def test_nothing_stays_of_a_load_that_failed(folder, monkeypatch, error):
     checkpoint = Checkpoint.open(folder)
-    gc.collect()
-    cp.get_default_memory_pool().free_all_blocks()
-
-    def fail():
-        with CudaLoadDevice(open_device(0), BLOCK_BYTES) as device, monkeypatch.context() as patch:
-            if error is CheckpointError:
-                fail_reads_after(patch, 6)
-            else:
-                array, count = device.array, iter(range(15))
-                patch.setattr(device, "array", lambda nbytes: array(nbytes) if next(count, None) is not None else _full())
-            with pytest.raises(error):
-                device_load.load_weights(build_plan(checkpoint.cfg, 2), checkpoint, 2, range(2), device, Loading("buffered"))
+    with CudaLoadDevice(open_device(0), BLOCK_BYTES) as device:
         gc.collect()
-        cp.get_default_memory_pool().free_all_blocks()
-        return cp.get_default_memory_pool().total_bytes(), device.staged_bytes()
+        before = cp.get_default_memory_pool().used_bytes()   # of this process: others may have the GPU, too
+        if error is CheckpointError:
+            fail_reads_after(monkeypatch, 6)
+        else:
+            array, count = device.array, iter(range(15))
+            monkeypatch.setattr(device, "array", lambda nbytes: array(nbytes) if next(count, None) is not None else _full())
+        with pytest.raises(error):
+            device_load.load_weights(build_plan(checkpoint.cfg, 2), checkpoint, 2, range(2), device, Loading("buffered"))
+        gc.collect()
+        assert (cp.get_default_memory_pool().used_bytes(), device.staged_bytes()) == (before, 0)
 
-    before = cp.get_default_memory_pool().total_bytes()   # of this process: others may have the GPU, too
-    assert fail() == (before, 0)
 
 
 def _full():

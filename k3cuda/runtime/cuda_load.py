@@ -3,7 +3,6 @@ import contextlib
 import ctypes
 import logging
 import threading
-import weakref
 
 import cupy
 import numpy as np
@@ -17,6 +16,7 @@ from .repack_calls import MXFP4, Call
 
 log = logging.getLogger("k3cuda")
 
+_ALREADY_REGISTERED = 712   # cudaErrorHostMemoryAlreadyRegistered
 _BLOCKS, _THREADS = 1056, 256   # eight blocks a multiprocessor
 
 
@@ -35,6 +35,8 @@ class CudaLoadDevice:
         self._module = Module(compile_cuda('#include "repack.cuh"\n', device.arch, name="repack").cubin)
         self._tables, self._worst = cupy.asarray(NIBBLE_TABLES), cupy.zeros(1, cupy.uint32)
         self._launches: list[Launch] = []   # alive until they have run
+        self._locked: list[np.ndarray] = []   # page-locked, all of them until the end: an address that the driver still knew could come back as other memory
+        self._avoided: list[np.ndarray] = []
         cupy.cuda.runtime.deviceSynchronize()
 
     def __enter__(self):
@@ -43,6 +45,8 @@ class CudaLoadDevice:
     def __exit__(self, *_):
         cupy.cuda.runtime.deviceSynchronize()
         self._launches.clear()
+        while self._locked:
+            cupy.cuda.runtime.hostUnregister(_address(self._locked.pop()))
         self._pool.free_all_blocks()
         self._module.close()
 
@@ -65,12 +69,23 @@ class CudaLoadDevice:
             return _Staging(self._pool.malloc(nbytes))
 
     def buffer(self, nbytes: int) -> np.ndarray:
-        return _pinned(nbytes)
+        """Ordinary pages that are registered, which direct reads can fill. They are locked until the loader is closed."""
+        buffer, runtime = page_buffer(nbytes), cupy.cuda.runtime
+        try:
+            runtime.hostRegister(_address(buffer), nbytes, 0)
+            self._locked.append(buffer)
+        except runtime.CUDARuntimeError as e:
+            if e.status == _ALREADY_REGISTERED:   # the driver still has other pages for this address, and would copy those
+                log.warning("the driver still knows freed memory at %#x as page-locked: that address is left alone", _address(buffer))
+                self._avoided.append(buffer)
+                return self.buffer(nbytes)
+            log.warning("a buffer of %d MB can't be page-locked (%s): copies to the GPU are slower; see ulimit -l", nbytes >> 20, e)
+        return buffer
 
     def bounce(self, nbytes: int) -> np.ndarray:
         mine = self._mine()
         if mine.buffer is None:
-            mine.buffer = _pinned(self._bounce_bytes)
+            mine.buffer = self.buffer(self._bounce_bytes)
         mine.used += nbytes
         return mine.buffer[mine.used - nbytes:mine.used]
 
@@ -127,19 +142,5 @@ def _told(nbytes: int):
         raise OutOfMemory(f"{nbytes / 1e9:.2f} GB of GPU memory could not be had while weights were loaded", "free memory on the GPU, or cut the model over more") from e
 
 
-def _pinned(nbytes: int) -> np.ndarray:
-    """Page-locked host memory, uint8 [nbytes], from a page on: ordinary pages that are registered, which direct reads can fill."""
-    buffer, runtime = page_buffer(nbytes), cupy.cuda.runtime
-    address = buffer.__array_interface__["data"][0]
-    try:
-        runtime.hostRegister(address, nbytes, 0)
-    except runtime.CUDARuntimeError as e:   # copies work from any memory, only slower
-        log.warning("a buffer of %d MB can't be page-locked (%s): copies to the GPU are slower; see ulimit -l", nbytes >> 20, e)
-        return buffer
-    weakref.finalize(buffer, _unregister, address)
-    return buffer
-
-
-def _unregister(address: int) -> None:
-    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
-        cupy.cuda.runtime.hostUnregister(address)
+def _address(buffer: np.ndarray) -> int:
+    return buffer.__array_interface__["data"][0]

@@ -20,9 +20,13 @@ MIX_SLICES = 8           # blocks that share a row of the hidden size
 
 @dataclass(frozen=True)
 class Grid:
-    """The machine that a schedule is cut for: `sms` persistent blocks, each with a ring of `ring` bytes, `window` of them in flight at most."""
+    """The machine that a schedule is cut for: `sms` persistent blocks, each with a ring of `ring` bytes, `window` of them in flight at most.
+
+    `cluster`: neighbouring blocks that share the tiles of a phase of as many parts, each with its leaves of all their tiles.
+    """
 
     sms: int = 132
+    cluster: int = 1
     ring: int = 160 * 1024
     window: int = 48 * 1024
     copy: int = 8192     # bytes of one bulk copy at most

@@ -31,18 +31,21 @@ def build(plan: Plan, rows: int, grid: Grid = Grid(), arrangement: Arrangement =
     maker = PhaseMaker(plan, rows, grid, arrangement, experts, context, sequences, kv_bytes, [], {})
     for op in plan.ops:
         maker.add(op)
-    schedule = Schedule(grid, rows, tuple(maker.phases), _programs(maker.phases, grid))
+    schedule = Schedule(grid, rows, tuple(maker.phases), deal(maker.phases, grid))
     check(schedule)
     return schedule
 
 
-def _programs(phases: list[Phase], grid: Grid) -> tuple[tuple[tuple[int, int], ...], ...]:
+def deal(phases: list[Phase], grid: Grid) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Deals the units of each phase: to the block of the unit's part with the fewest bytes in the phase, then since the last chosen phase."""
     programs: list[list[tuple[int, int]]] = [[] for _ in range(grid.sms)]
     since = [0] * grid.sms
     for at, phase in enumerate(phases):
         if phase.chosen:
             since = [0] * grid.sms
+        if phase.parts > 1 and phase.parts == grid.cluster:
+            _deal_to_clusters(at, phase, grid, programs, since)
+            continue
         usable = grid.sms - grid.sms % phase.parts
         queues = [[(0, 0, since[b], b) for b in range(part, usable, phase.parts)] for part in range(phase.parts)]
         for queue in queues:
@@ -53,6 +56,18 @@ def _programs(phases: list[Phase], grid: Grid) -> tuple[tuple[tuple[int, int], .
             heapreplace(queues[unit % phase.parts], (own + nbytes, count + 1, since[block], block))
             programs[block].append((at, unit))
     return tuple(map(tuple, programs))
+
+
+def _deal_to_clusters(at: int, phase: Phase, grid: Grid, programs: list[list[tuple[int, int]]], since: list[int]) -> None:
+    """All parts of a tile to the blocks of one cluster, in the same order: they finish it together."""
+    queue = [(0, 0, max(since[first:first + grid.cluster]), first) for first in range(0, grid.sms - grid.sms % grid.cluster, grid.cluster)]
+    heapify(queue)
+    for tile in range(0, len(phase.units), phase.parts):
+        own, count, _, first = queue[0]
+        for part, nbytes in enumerate(phase.units[tile:tile + phase.parts]):
+            since[first + part] += nbytes
+            programs[first + part].append((at, tile + part))
+        heapreplace(queue, (own + sum(phase.units[tile:tile + phase.parts]), count + 1, max(since[first:first + grid.cluster]), first))
 
 
 def check(schedule: Schedule) -> None:

@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, load, train, draft, decode, decode_plain"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, load, train, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -41,6 +41,8 @@ case $name in
     cp build/train_demo/train.jsonl "$out/"
     if [ -d build/train_demo/demo ]; then (cd build/train_demo && tar -cf demo.tar demo draft-*) && cp build/train_demo/demo.tar "$out/"; fi
     exit "$code" ;;
+  # Chains of products in one launch (docs/megakernel.md).
+  launch) exec python3 scripts/bench_launch.py "$@" ;;
   trace) exec python3 scripts/trace_step.py "$@" ;;
   *) echo "gpu.sh: no $name; $names" >&2; exit 2 ;;
 esac

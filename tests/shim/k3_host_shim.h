@@ -10,6 +10,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -286,3 +287,5 @@ template <class T> T atomicMax(T* p, T v) { T o = *p; while (o < v && !__atomic_
 inline unsigned shim_ld_acquire(const unsigned* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void shim_st_release(unsigned* p, unsigned v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline void shim_yield() { shim::to_main(shim::kSpin); }
+inline unsigned long long shim_clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+[[noreturn]] inline void shim_trap() { std::_Exit(86); }  // the whole process, as a trap ends a launch

@@ -2,6 +2,7 @@
 #pragma once
 #include "buffers.cuh"
 #include "exchange.cuh"
+#include "situ.cuh"
 #include "wide_core.cuh"
 
 // kBlocks x kBlocksY x kBlocksZ blocks of kThreads threads in clusters of kCluster, kSmem bytes of shared memory, kResident blocks an SM.
@@ -95,7 +96,4 @@ K3_DEVICE void sum_to_ffn_out(const Step& s, const float* parts, int row, int co
   ffn_out(s)[at] = tree_sum<kParts>(parts + at, kDecodeRows * kHiddenSize);
 }
 
-// [b tanh(g / b) sigmoid(g)] [c tanh(u / c)]: the sigmoid takes the raw gate.
-K3_DEVICE float situ(float gate, float up) {
-  return kSituBeta * tanhf(gate / kSituBeta) * sigmoid(gate) * (kSituLinearBeta * tanhf(up / kSituLinearBeta));
-}
+K3_DEVICE float situ(float gate, float up) { return ::situ(gate, up, kSituBeta, kSituLinearBeta); }

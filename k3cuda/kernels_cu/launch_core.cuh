@@ -1,0 +1,225 @@
+// Many phases in one launch: a persistent block an SM works off its program, data made by k3cuda/block_program.py. docs/megakernel.md.
+//
+// Program of a block, 32-bit words, phase after phase: kind | in slot << 4 | out slot << 8 | slot to clear << 12 | units << 16; how many
+// phases must have been cleaned up before this one reads or writes; then the units, each a tile. kNoSlot: the launch's input, its result,
+// nothing to clear.
+#pragma once
+#include "launch_experts.cuh"
+
+// Kinds of phases, by their place in the program's words.
+template <class... P> struct LaunchKinds;
+template <> struct LaunchKinds<> {
+  static constexpr int x_vectors(int, int) { return 0; }
+  template <int kAt, class F> static K3_DEVICE void visit(int, F&&) {}
+};
+template <class P, class... More>
+struct LaunchKinds<P, More...> {
+  static constexpr int x_vectors(int tokens, int items) { return max_of(P::x_vectors(tokens, items), LaunchKinds<More...>::x_vectors(tokens, items)); }
+  template <int kAt = 0, class F> static K3_DEVICE void visit(int kind, F&& f) {
+    if (kind == kAt) f(P{});
+    else LaunchKinds<More...>::template visit<kAt + 1>(kind, f);
+  }
+};
+
+// Of a consumer warp, between phases: where the next one's words stand, the block's copies before it, units that its groups finished with
+// other blocks.
+struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
+
+// Vectors that a thread asks for at once: as many as there are registers for.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kReceiveBatch = 2;
+#else
+constexpr int kReceiveBatch = 4;
+#endif
+
+constexpr int kMaxKinds = 8;
+struct LaunchArgs {
+  const u64* weights;      // [phase]: where its packed weights lie
+  const u32* programs;     // [block][words]
+  const uint4* input;      // [rows][row of the first phase], BF16 without kNotThere
+  uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
+  uint4* result;           // [rows][row of the last phase]
+  uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
+  u64* stamps;             // [block][phase][4] nanoseconds: wait, input here, units done; null: not kept
+  const void* choices;     // [layer] LaunchChoice
+  LaunchCounts* counts;
+  Watch watch;
+  int phases, layer_phases, clearings, words, rows, slot_vectors, record_vectors, window, waiting_window, prefetch;
+  float situ_beta, situ_linear_beta;
+  LaunchLink links[kMaxKinds];
+};
+
+//   kTokens_   rows of a launch at most, up to one token tile
+//   kCluster_  blocks that share tiles
+//   kTopK_     experts of a row; 0: there are none
+//   kRing_     bytes of the ring at most: it gets what the rest of `kShared_` leaves
+//   kWords_    of a block's program
+template <int kTokens_, int kCluster_, int kTopK_, int kRing_, int kSlotBytes_, int kWords_, int kShared_, class Kinds_>
+struct LaunchShape {
+  typedef Kinds_ Kinds;
+  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kWords = kWords_, kTopK = kTopK_, kMaxItems = max_of(1, kTokens * kTopK);
+  typedef LaunchChoice<kMaxItems> Choice;
+  static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
+  static constexpr int kPartial = kConsumers * kTokens * kSumStride;                   // floats of one turn of all warps
+  static constexpr int kInbox = kCluster > 1 ? 2 * max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of two tiles at most
+  static constexpr int kInboxes = kInboxTurns * (kCluster + (kTopK ? groups_of(kCluster, 2) : 0));  // of products' groups, then of experts'
+  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * (kInbox * 4 + 8) + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
+  static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
+  typedef LaunchRing<kSlots, kSlotBytes_> Ring;
+  static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
+  static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kInboxes * 8);
+  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + kConsumers * sizeof(ConsumerCounts), kSmem = kProgramAt + kWords * 4;
+  static_assert(kTokens <= kTokenTile && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
+};
+
+// All that it knows lies in shared memory.
+template <class S>
+struct LaunchBlock {
+  const LaunchArgs& a;
+  u8* smem;
+  typename S::Ring ring;
+  LaunchState& state;
+  const u32* program;
+  ConsumerCounts counts = {};
+  Me me;
+
+  typedef S Shape;
+  K3_DEVICE LaunchBlock(u8* memory)
+      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), program((const u32*)(memory + S::kProgramAt)) {}
+
+  K3_DEVICE void begin(const LaunchArgs& args) {
+    for (int i = threadIdx.x; i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.words; i += kLaunchThreads) ((u32*)program)[i] = a.programs[size_t(blockIdx.x) * a.words + i];
+    if (threadIdx.x == 0) {
+      ring.init();
+      for (int i = 0; i < S::kInboxes; ++i) barrier_init(heard(i), 1);
+      barrier_fence_init();
+      state.received = state.cleaned = state.waiting = state.chosen = 0;
+    }
+    __syncthreads();
+    if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
+  }
+
+  K3_DEVICE void produce() {
+    LaunchProducer<typename S::Ring> producer{ring, state, a.watch, u32(a.window), u32(a.waiting_window), a.prefetch};
+    const u32* at = program;
+    u64 weights = a.weights[0];
+    for (int phase = 0; phase < a.phases; ++phase) {
+      const ProgramPhase p(at);
+      const u8* w = (const u8*)weights;
+      if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
+      S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
+      at = p.next();
+    }
+  }
+
+  K3_DEVICE void tidy() {
+    const u64 before = ended_seen(&a.counts->ended) / gridDim.x;   // launches: nobody ends before this block has counted
+    Janitor janitor{a.counts, state, a.watch, before * a.clearings};
+    const u32* at = program;
+    for (int phase = 0; phase < a.phases; ++phase) {
+      const ProgramPhase p(at);
+      janitor.received(phase);
+      if (p.clear != kNoSlot) janitor.clear(a.exchange + size_t(p.clear) * a.slot_vectors, a.slot_vectors, phase);
+      if (lane_id() == 0) state.cleaned = phase + 1;
+      at = p.next();
+    }
+    if (lane_id() == 0) ended_up(&a.counts->ended);
+  }
+
+  // A test's delays: up to 4 microseconds for a block or for single warps of it, other ones at every turn of the clock.
+  K3_DEVICE void stress(int phase) const {
+#ifdef K3_STRESS
+    u32 h = (u32(device_ns()) >> 12) * 0x9e3779b1u ^ (blockIdx.x * 0x85ebca6bu) ^ (phase * 0xc2b2ae35u);
+    h = (h ^ h >> 15) * 0x2c1b3c6du;
+    if (h >> 30 == 0) pause_ns(h >> 8 & 0xfff);
+    else if (h >> 30 == 1 && (h >> 20 & 15) == u32(me.warp)) pause_ns(h & 0xfff);
+#endif
+  }
+
+  K3_DEVICE void stamp(int phase, int which) const {
+    if (a.stamps && threadIdx.x == 0) a.stamps[(size_t(blockIdx.x) * a.phases + phase) * 4 + which] = device_ns();
+  }
+
+  // ---- what kinds of phases are made of ----
+  K3_DEVICE int part() const { return int(cluster_rank()); }
+  K3_DEVICE const LaunchLink& link(const ProgramPhase& p) const { return a.links[p.kind]; }
+  K3_DEVICE uint4* x() const { return (uint4*)(smem + S::kXAt); }
+  K3_DEVICE float* partial(u32 turn) const { return (float*)(smem + S::kPartialAt) + turn % 2 * S::kPartial; }
+  K3_DEVICE float* inbox(int i) const { return (float*)(smem + S::kInboxAt) + i * S::kInbox; }
+  K3_DEVICE u64* heard(int i) const { return (u64*)(smem + S::kHeardAt) + i; }
+  K3_DEVICE typename S::Choice& choice() const { return *(typename S::Choice*)(smem + S::kChoiceAt); }
+
+  // A phase's input into shared memory: of each of `rows` rows `per` vectors from `first` on, at most kMost in all; keep(row, vector, value).
+  template <int kMost, class Keep>
+  K3_DEVICE void receive(const ProgramPhase& p, int phase, int rows, int per, int first, Keep&& keep) {
+    constexpr int kAll = kConsumers * kWarpSize, kBatch = max_of(1, min_of(kReceiveBatch, (kMost + kAll - 1) / kAll));
+    const uint4* from = (p.in == kNoSlot ? a.input : a.exchange + size_t(p.in) * a.slot_vectors) + first;
+    const int row = link(p).in_row;
+    auto before_keep = [] { warps_sync(kAllConsumers, kAll); };   // all are finished with the phase before
+    receive_vectors<kBatch>(me.thread(), kAll, rows * per, a.watch, phase, [&](int i) { return from + i / per * row + i % per; }, before_keep,
+                            [&](int i, const uint4& v) { keep(i / per, i % per, v); });
+    warps_sync(kAllConsumers, kAll);
+  }
+  // By all consumers, when the last of them has read the input.
+  K3_DEVICE void received(int phase) {
+    if (me.thread() == 0) state.waiting = 0, state.received = phase + 1;
+    stamp(phase, 1);
+  }
+  // Vector `column` of result row `row`, which eight lanes hold.
+  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane) const {
+    const LaunchLink& to = link(p);
+    if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.width + column] = v;
+    uint4* slot = p.out == kNoSlot ? a.result : a.exchange + size_t(p.out) * a.slot_vectors;
+#pragma unroll 1
+    for (int copy = lane; copy < to.copies; copy += 8) {
+      const int place = copy * to.width + column;
+      if (place < to.row) store_exchange(slot + row * to.row + place, v);
+    }
+  }
+
+  K3_DEVICE void consume(const u32* at, int phase) {
+    const ProgramPhase p(at);
+    stress(phase);
+    if (p.units) {
+      stamp(phase, 0);
+      if (me.thread() == 0) state.waiting = 1;
+      for (Spin spin; state.cleaned < p.needs;) spin.turn(a.watch, kWaitClean, phase, p.needs);
+      S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
+      stamp(phase, 2);
+    } else if (me.thread() == 0) state.received = phase + 1;
+  }
+};
+
+// Kinds of phases must not keep registers of one another's: each begins with a block that the compiler knows nothing of.
+template <class S>
+K3_DEVICE void launch_consume(u8* smem, int phases) {
+  if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::kProgramAt};
+  __syncwarp();
+#pragma unroll 1
+  for (int phase = 0; phase < phases; ++phase) {
+    LaunchBlock<S> block(smem + unknown_zero());
+    ConsumerCounts* kept = (ConsumerCounts*)(block.smem + S::kCountsAt) + block.me.warp;
+    block.counts = *kept;
+    const u32* words = (const u32*)(block.smem + block.counts.at);
+    block.consume(words, phase);
+    block.counts.at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
+    __syncwarp();
+    if (block.me.lane == 0) *kept = block.counts;
+    __syncwarp();
+  }
+}
+
+template <class S>
+K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
+  LaunchBlock<S> block(smem);
+  block.begin(a);
+  if (warp_id() < kConsumers) launch_consume<S>(smem, block.a.phases);
+  else if (warp_id() == kJanitor) block.tidy();
+  else block.produce();
+  if constexpr (S::kCluster > 1) {
+    __syncwarp();
+    cluster_arrive(), cluster_wait();   // nobody sends to a block that has ended
+  }
+}

@@ -1,0 +1,129 @@
+// Hand-overs between blocks: 16-byte vectors that are their own flags. A vector whose words are not all there holds kNotThere in some of them;
+// eight BF16 values never make that word, since -0 is stored as +0.
+//
+// Results of a phase lie in a slot of the exchange. When every block has read a slot for the last time, all blocks clear it together,
+// a slice each; both counts are kept by the janitor warp, phases before anyone writes or reads there again. So nothing on the way of
+// the values fences or counts.
+#pragma once
+#include "launch_ring.cuh"
+
+constexpr u32 kNotThere = 0x80008000u;
+constexpr int kCounts = 8;   // more than the phases that two blocks can be apart
+
+// Counts of blocks, never reset: `launches` blocks that ended, the others phase by phase in turn.
+struct LaunchCounts {
+  u64 ended;
+  u32 failed, pad[29];   // Watch
+  struct { u32 count, pad[31]; } heard[kCounts], cleaned[kCounts];   // a cache line each
+};
+
+K3_DEVICE bool is_there(const uint4& v) { return v.x != kNotThere && v.y != kNotThere && v.z != kNotThere && v.w != kNotThere; }
+
+#ifdef K3_HOST_SHIM
+inline uint4 load_exchange(const uint4* p) {
+  const u32* w = (const u32*)p;
+  return {__atomic_load_n(w, __ATOMIC_ACQUIRE), __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), __atomic_load_n(w + 2, __ATOMIC_ACQUIRE), __atomic_load_n(w + 3, __ATOMIC_ACQUIRE)};
+}
+inline void store_exchange(uint4* p, const uint4& v) {
+  u32* w = (u32*)p;
+  for (int i = 0; i < 4; ++i) __atomic_store_n(w + i, (&v.x)[i], __ATOMIC_RELEASE);
+}
+inline void count_up(u32* p) { __atomic_fetch_add(p, 1u, __ATOMIC_ACQ_REL); }
+inline u32 count_seen(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u64 ended_seen(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void ended_up(u64* p) { __atomic_fetch_add(p, 1ull, __ATOMIC_ACQ_REL); }
+#else
+K3_DEVICE uint4 load_exchange(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+K3_DEVICE void store_exchange(uint4* p, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+K3_DEVICE void count_up(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
+K3_DEVICE u32 count_seen(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+K3_DEVICE u64 ended_seen(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+K3_DEVICE void ended_up(u64* p) { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(p) : "memory"); }
+#endif
+
+// Eight neighbouring lanes have a value each: BF16, -0 as +0, and every one of them gets the vector. All lanes of the warp.
+K3_DEVICE uint4 pack_vector(float v, int lane) {
+  u32 bits = float_to_bf16(v).bits;
+  if (bits == 0x8000u) bits = 0;
+  const u32 word = bits | __shfl_down_sync(kFullWarp, bits, 1) << 16;   // right in even lanes
+  const int first = lane & ~7;
+  uint4 out;
+  out.x = __shfl_sync(kFullWarp, word, first), out.y = __shfl_sync(kFullWarp, word, first + 2);
+  out.z = __shfl_sync(kFullWarp, word, first + 4), out.w = __shfl_sync(kFullWarp, word, first + 6);
+  return out;
+}
+
+// Vectors at(i) for i = first, first + stride, ... below `total`, kBatch of them asked for at once: keep(i, vector) for each when it is there.
+// before_keep() once, behind the first batch.
+template <int kBatch, class At, class Before, class Keep>
+K3_DEVICE void receive_vectors(int first, int stride, int total, const Watch& watch, int phase, At&& at, Before&& before_keep, Keep&& keep) {
+  int begin = first;
+  do {
+    uint4 v[kBatch];
+    K3_UNROLL
+    for (int j = 0; j < kBatch; ++j)
+      if (begin + j * stride < total) v[j] = load_exchange(at(begin + j * stride));
+    Spin spin;
+    for (bool all = false; !all;) {
+      all = true;
+      K3_UNROLL
+      for (int j = 0; j < kBatch; ++j)
+        if (begin + j * stride < total && !is_there(v[j])) {
+          all = false;
+          v[j] = load_exchange(at(begin + j * stride));
+        }
+      if (!all) spin.turn(watch, kWaitVector, phase, u32(begin));
+    }
+    if (begin == first) before_keep();
+    K3_UNROLL
+    for (int j = 0; j < kBatch; ++j)
+      if (begin + j * stride < total) keep(begin + j * stride, v[j]);
+    begin += kBatch * stride;
+  } while (begin < total);
+}
+
+// One warp: behind a phase's input it says so, waits until all blocks have, clears its slice of what nobody needs any more, and waits until
+// all have done that.
+struct Janitor {
+  LaunchCounts* counts;
+  LaunchState& state;
+  const Watch& watch;
+  u64 round;   // phases with something to clear, since the counts began
+
+  K3_DEVICE void all_of(u32* count, int what, int phase) {
+    const u32 target = u32((round / kCounts + 1) * gridDim.x);
+    if (lane_id() == 0) {
+      count_up(count);
+      for (Spin spin; int(count_seen(count) - target) < 0;) pause_ns(64), spin.turn(watch, what, phase, target);
+    }
+    __syncwarp();
+  }
+  K3_DEVICE void received(int phase) {
+    if (lane_id() == 0)
+      for (Spin spin; state.received <= u32(phase);) pause_ns(64), spin.turn(watch, kWaitReceived, phase, 0);
+    __syncwarp();
+  }
+  K3_DEVICE void clear(uint4* slot, int vectors, int phase) {
+    all_of(&counts->heard[round % kCounts].count, kWaitHeard, phase);
+    const int end = int((long long)vectors * (blockIdx.x + 1) / gridDim.x);
+    for (int i = int((long long)vectors * blockIdx.x / gridDim.x) + lane_id(); i < end; i += kWarpSize) store_exchange(slot + i, {kNotThere, kNotThere, kNotThere, kNotThere});
+    __threadfence();
+    __syncwarp();
+    all_of(&counts->cleaned[round % kCounts].count, kWaitCleaned, phase);
+    ++round;
+  }
+};

@@ -1,0 +1,85 @@
+"""The C++ of a single launch of a program, and what its kernel is given."""
+import ctypes
+
+import numpy as np
+
+from .block_program import BlockProgram
+from .emit_sizes import MAX_SHARED
+
+MAX_KINDS = 8
+ROOM = 1024           # programs of up to so many words, or twice as many, share a kernel
+TOKENS_OF_ENTRY = 8   # expert_core.cuh
+COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` stands
+
+
+def source(program: BlockProgram, *, ring: int = 160 * 1024, copy: int = 7680, shared: int = MAX_SHARED, name: str = "product_chain") -> str:
+    """C++ of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
+
+    Args:
+        ring: bytes of the ring at most. copy: bytes of a bulk copy at most. shared: bytes of shared memory of a block.
+    """
+    words = -(-program.words.shape[1] // ROOM) * ROOM
+    numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {words}, {shared}"
+    kinds = ", ".join(k.kind(copy) for k in program.kinds)
+    return (f'#include "launch_core.cuh"\ntypedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n'
+            f'extern "C" __global__ void __launch_bounds__(kLaunchThreads, 1) {name}(const __grid_constant__ LaunchArgs a) {{\n'
+            f"  K3_DYN_SMEM(u8, smem);\n  launch_run<{name}_shape>(a, smem);\n}}\n"
+            f'extern "C" __constant__ int {name}_launch[4] = {{kLaunchThreads, {name}_shape::kSmem, {name}_shape::kCluster, {name}_shape::kSlots}};\n')
+
+
+def choice_dtype(items: int) -> np.dtype:
+    """LaunchChoice of rows that have `items` (row, place) pairs."""
+    return np.dtype([("entries", "i4"), ("items", "i4"), ("entry", "u4", items + 1), ("item", "u2", items), ("weight", "f4", items), ("factor", "f4", items),
+                     ("place", "u2", items), ("order", "u2", items)])
+
+
+def choice(ids: np.ndarray, weights: np.ndarray, tokens: int) -> np.ndarray:
+    """LaunchChoice [1] of the experts `ids` [rows, top_k], with weights of the same shape, for a kernel of `tokens` rows."""
+    made, entry, start = np.zeros(1, choice_dtype(tokens * ids.shape[1])), [], 0
+    to, flat = made[0], ids.reshape(-1)
+    for expert, count in zip(*np.unique(flat, return_counts=True)):
+        entry += [int(expert) | first << 16 for first in range(start, start + int(count), TOKENS_OF_ENTRY)]
+        start += int(count)
+    to["entries"], to["items"], to["item"][:start], to["weight"][:start] = len(entry), start, np.argsort(flat, kind="stable"), weights.reshape(-1)
+    to["entry"][:len(entry) + 1] = [*entry, start << 16]
+    return made
+
+
+def choice_list(made: np.ndarray) -> np.ndarray:
+    """The bytes of its ExpertList alone."""
+    return np.ascontiguousarray(made.view(np.uint8)[:made.dtype.fields["weight"][1]])
+
+
+def _fields(kind, names: str) -> list:
+    return [(name, kind) for name in names.split()]
+
+
+class LaunchLink(ctypes.Structure):
+    _fields_ = _fields(ctypes.c_int, "in_row width copies row")
+
+
+class LaunchArgs(ctypes.Structure):
+    """As in launch_core.cuh: addresses, then numbers."""
+
+    _fields_ = [*_fields(ctypes.c_void_p, "weights programs input exchange result record stamps choices counts failed trouble"), ("limit_ns", ctypes.c_uint64),
+                *_fields(ctypes.c_int, "phases layer_phases clearings words rows slot_vectors record_vectors window waiting_window prefetch"),
+                *_fields(ctypes.c_float, "situ_beta situ_linear_beta"), ("links", LaunchLink * MAX_KINDS)]
+
+
+def arguments(program: BlockProgram, *, window: int, waiting_window: int, prefetch: int = 0, limit_ns: int = 2_000_000_000,
+              situ: tuple[float, float] = (1.0, 1.0), **addresses: int) -> LaunchArgs:
+    """The kernel's argument.
+
+    Args:
+        window, waiting_window: bytes that a block has in flight at most, and while it waits for a hand-over.
+        prefetch: copies that are brought into the L2 while a ring is full.
+        limit_ns: nanoseconds that any wait may take.
+        situ: the two betas of the activation.
+        addresses: the pointers of LaunchArgs but `failed`; those left out are null.
+    """
+    args = LaunchArgs(limit_ns=limit_ns, phases=program.phases, layer_phases=len(program.kinds), clearings=program.clearings, words=program.words.shape[1],
+                      rows=program.rows, slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window, waiting_window=waiting_window,
+                      prefetch=prefetch, situ_beta=situ[0], situ_linear_beta=situ[1], failed=addresses["counts"] + FAILED_AT, **addresses)
+    for i, link in enumerate(program.links):
+        args.links[i] = LaunchLink(link.in_row, link.width, link.copies, link.row)
+    return args

@@ -12,11 +12,18 @@ case $name in
   tests) exec python3 -m pytest -m gpu tests/gpu "$@" ;;
   # Kernels of drafts, of what they read of the target, and of acceptance.
   draft) exec python3 -m pytest -m gpu tests/gpu/test_draft.py "$@" ;;
+  # Every kernel of a small step, the three tools side by side; their reports in $OUT. Attention's reports of racecheck: docs/kernels.md.
   sanitize)
-    for tool in memcheck initcheck racecheck; do
-      # Probes for newer driver calls are reported as API errors. racecheck does not see that st.async orders what it signals.
-      compute-sanitizer --tool "$tool" --report-api-errors no --print-limit 20 --error-exitcode 1 python3 -m pytest -q -m gpu tests/gpu "$@"
-    done ;;
+    python3 scripts/sanitize_step.py   # fills the cache of kernels
+    pids=""
+    for tool in memcheck initcheck racecheck; do   # probes for newer driver calls are reported as API errors
+      compute-sanitizer --tool "$tool" --report-api-errors no --show-backtrace no --error-exitcode 1 python3 scripts/sanitize_step.py > "$out/$tool.txt" 2>&1 &
+      pids="$pids $!"
+    done
+    code=0
+    for pid in $pids; do wait "$pid" || code=1; done
+    tail -n 3 "$out"/memcheck.txt "$out"/initcheck.txt "$out"/racecheck.txt
+    exit "$code" ;;
   # The files of docs/performance.md, each by its name, in $OUT or docs/benchmarks; scripts/make_performance.py makes the page of them.
   step) k3cuda bench step -v --rank 3 --rows 1,2,4,8,16,32,64 --context 1,8K,128K --stages 1,8,64 --output "$out/step.json" "$@" ;;
   experts) k3cuda bench step -v --rank 3 --rows 1,8,64 --context 8K --experts 16,120,613 --stages 1,8,64 --output "$out/experts.json" "$@" ;;

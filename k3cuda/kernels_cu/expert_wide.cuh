@@ -1,7 +1,7 @@
 // w2 of the routed experts in steps of many rows. So many rows' sums fit no block, so every item's result goes to memory, weight-major,
 // and a second kernel adds a row's own: in rising expert id inside a leaf, then the tree over leaves, as expert_down_product does.
 #pragma once
-#include "expert_up_wide.cuh"
+#include "expert_core.cuh"
 
 //   kLeaves, kGroups  of this rank
 //   kRun              tiles of a unit: an entry, a leaf, a run of 16-row tiles. A warp takes units in turn, each its own
@@ -9,9 +9,9 @@
 template <int kLeaves_, int kGroups_, int kMaxItems_, int kRun_ = 8>
 struct ExpertItemsShape {
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRun = kRun_;
-  static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 8 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
+  static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 16 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
   static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair;
-  static constexpr int kWarps = min_of(8, kRing / (2 * (kChunk + 8))), kThreads = kWarps * kWarpSize;   // fewer where leaves are long
+  static constexpr int kWarps = min_of(16, kRing / (2 * (kChunk + 8))), kThreads = kWarps * kWarpSize;   // fewer where leaves are long
   static constexpr int kSlots = min_of(8, kRing / (kWarps * (kChunk + 8)));
   static constexpr int kBarrierAt = kWarps * kSlots * kChunk, kSmem = kBarrierAt + kWarps * kSlots * 8;
   static_assert(kSlots >= 2 && kRun % kPair == 0, "one chunk comes while another is multiplied");
@@ -68,10 +68,11 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
     }
   };
   for (int s = 0; s < S::kSlots; ++s) issue(s);
-  auto items_of = [&](int u) { return __shfl_sync(kFullWarp, has, u % kWarpSize); };
-  auto item_of = [&](int u, int token) {                                      // -1: none. A unit's facts are known by then
+  const int token = lane_id() / 4;
+  auto item_of = [&](int u) {                                                 // of this lane's token; -1: none. A unit's facts are known by then
     const u32 entry = __shfl_sync(kFullWarp, known, u % kWarpSize);
-    return u < count && token < items_of(u) ? int(((volatile const u16*)list->item)[entry_first(entry) + token]) : -1;
+    const int n = __shfl_sync(kFullWarp, has, u % kWarpSize);
+    return u < count && token < n ? int(((volatile const u16*)list->item)[entry_first(entry) + token]) : -1;
   };
   auto load_x = [&](uint4 (&to)[S::kGroups], int item, int u) {
     const int leaf = (own + u * warps) % each / runs;
@@ -79,58 +80,44 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
     K3_UNROLL
     for (int i = 0; i < S::kGroups; ++i) to[i] = item < 0 ? uint4{0, 0, 0, 0} : load_activations(mine + i * 4);
   };
-  int slot = 0, item[kWideTiles], next_item[kWideTiles];
+  int slot = 0, item = item_of(0), next_item = item_of(1);
   u32 parity = 0;
-  uint4 next[kWideTiles][S::kGroups];
-  K3_UNROLL
-  for (int t = 0; t < kWideTiles; ++t) {
-    item[t] = item_of(0, t * kTokenTile + lane_id() / 4), next_item[t] = item_of(1, t * kTokenTile + lane_id() / 4);
-    load_x(next[t], item[t], 0);
-  }
+  uint4 next[S::kGroups];
+  load_x(next, item, 0);
 #pragma unroll 1
   for (int u = 0; u < count; ++u) {
-    const bool both = items_of(u) > kTokenTile;
+    uint4 held[S::kGroups];
+    K3_UNROLL
+    for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next[i]);
+    load_x(next, next_item, u + 1);
     const int leaf = (own + u * warps) % each / runs, first = (own + u * warps) % runs * S::kRun;
-    uint4 held[kWideTiles][S::kGroups];
-    float* to[kWideTiles][2];
-    bool live[kWideTiles][2];
+    float* to[2];
+    bool live[2];
     K3_UNROLL
-    for (int t = 0; t < kWideTiles; ++t) {
-      K3_UNROLL
-      for (int i = 0; i < S::kGroups; ++i) held[t][i] = scale_tokens(next[t][i]);
-      load_x(next[t], next_item[t], u + 1);
-      K3_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        int other = __shfl_sync(kFullWarp, item[t], (lane_id() % 4 * 2 + i) * 4);
-        live[t][i] = other >= 0;
-        to[t][i] = results + (size_t(leaf) * S::kMaxItems + (live[t][i] ? other : 0)) * width + lane_id() / 4;
-      }
-      item[t] = next_item[t];
+    for (int i = 0; i < 2; ++i) {
+      int other = __shfl_sync(kFullWarp, item, (lane_id() % 4 * 2 + i) * 4);
+      live[i] = other >= 0;
+      to[i] = results + (size_t(leaf) * S::kMaxItems + (live[i] ? other : 0)) * width + lane_id() / 4;
     }
+    item = next_item;
     if ((u + 2) % kWarpSize == 0) learn(u + 2);
-    K3_UNROLL
-    for (int t = 0; t < kWideTiles; ++t) next_item[t] = item_of(u + 2, t * kTokenTile + lane_id() / 4);
+    next_item = item_of(u + 2);
 #pragma unroll 1
     for (int part = 0; part < S::kCopies; ++part) {
       barrier_wait(full + slot, parity);
-      float sum[S::kPair][kWideTiles][4];
+      float sum[S::kPair][4];
       K3_UNROLL
-      for (int p = 0; p < S::kPair; ++p) mxfp4_leaf_tiles<S::kGroups>(both, sum[p], slots + slot * S::kChunk + p * S::kLeafBytes, held);
+      for (int t = 0; t < S::kPair; ++t) mxfp4_leaf<S::kGroups>(sum[t], slots + slot * S::kChunk + t * S::kLeafBytes, held);
       __syncwarp();
       issue(slot);
       if (++slot == S::kSlots) slot = 0, parity ^= 1;
       K3_UNROLL
-      for (int p = 0; p < S::kPair; ++p) {
-        const int tile = first + part * S::kPair + p;
+      for (int t = 0; t < S::kPair; ++t)
         K3_UNROLL
-        for (int t = 0; t < kWideTiles; ++t) {
-          K3_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            const int row = tile * kTileRows + i / 2 * 8;
-            if (live[t][i % 2] && tile < tiles && row + lane_id() / 4 < width) to[t][i % 2][row] = sum[p][t][i];
-          }
+        for (int i = 0; i < 4; ++i) {
+          const int tile = first + part * S::kPair + t, row = tile * kTileRows + i / 2 * 8;
+          if (live[i % 2] && tile < tiles && row + lane_id() / 4 < width) to[i % 2][row] = sum[t][i];
         }
-      }
     }
   }
 }

@@ -4,8 +4,14 @@
 #pragma once
 #include "kda_core.cuh"
 
-// What passes between them, [rows][heads dim], F32: q as the recurrence takes it, exp of the log decay, outputs before their norm.
-struct KdaWork { float *q, *fade, *o; };
+constexpr int kScanSlice = 16;   // columns that a block of the recurrence takes
+
+// What passes between them, F32. `rows`, `v`: as the recurrence takes them, so that a batch of rows is two copies.
+struct KdaWork {
+  float* rows;   // [heads][rows of the step][3][dim]: q, k, exp of the log decay
+  float* v;      // [heads][slices][rows of the step][kScanSlice]
+  float* o;      // [rows][heads dim]: outputs before their norm
+};
 
 template <class S>
 struct KdaGatesSmem {
@@ -57,7 +63,11 @@ K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaGatesSmem<S>& 
     y *= sigmoid(y);
     z *= sigmoid(z);
     if (c < 2 * S::kDim) *(f32x2*)(c < S::kDim ? &m.q[r][c] : &m.k[r][c - S::kDim]) = f32x2{y, z};
-    else *(f32x2*)&a.v[(size_t(first + r) * a.heads + head) * S::kDim + c - 2 * S::kDim] = f32x2{y, z};
+    else {
+      const int column = c - 2 * S::kDim;
+      *(f32x2*)&a.v[(size_t(first + r) * a.heads + head) * S::kDim + column] = f32x2{y, z};
+      *(f32x2*)&work.v[((size_t(head) * (S::kDim / kScanSlice) + column / kScanSlice) * a.rows + first + r) * kScanSlice + column % kScanSlice] = f32x2{y, z};
+    }
   }
   kda_low_rank<S>(m, 0, n);
   __syncthreads();
@@ -66,9 +76,10 @@ K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaGatesSmem<S>& 
   __syncthreads();
   for (int i = threadIdx.x; i < n * S::kDim / 4; i += S::kThreads) {
     const int row = i / (S::kDim / 4), c = i % (S::kDim / 4) * 4;
-    const size_t at = size_t(first + row) * channels + head * S::kDim + c;
-    store4(work.q + at, load4(&m.q[row][c]));
-    store4(work.fade + at, load4(&m.fade[row][c]));
+    float* to = work.rows + (size_t(head) * a.rows + first + row) * 3 * S::kDim + c;
+    store4(to, load4(&m.q[row][c]));
+    store4(to + S::kDim, load4(&m.k[row][c]));
+    store4(to + 2 * S::kDim, load4(&m.fade[row][c]));
   }
 }
 
@@ -76,7 +87,8 @@ constexpr int kScanSlots = 4;                   // batches of rows that are on t
 
 template <class S>
 struct KdaScanSmem {
-  float row[kScanSlots][S::kBatch][3 * S::kDim + S::kSlice];   // q, k, fade, v of the slice
+  float row[kScanSlots][S::kBatch][3 * S::kDim];               // q, k, fade
+  float v[kScanSlots][S::kBatch][S::kSlice];
   float beta[kStepRows];
   u64 full[kScanSlots];
 };
@@ -84,7 +96,7 @@ struct KdaScanSmem {
 // Slice `part` of a head for the sequences `lane`, lane + lanes, ... of the step. All threads hold state.
 template <class S>
 K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m, int head, int part, int lane, int lanes) {
-  static_assert(S::kThreads == S::kHolders && 4 * S::kBatch == kWarpSize, "a lane of the first warp brings one vector of a batch");
+  static_assert(S::kThreads == S::kHolders && S::kSlice == kScanSlice, "all threads hold state");
   const int channels = a.heads * S::kDim, tid = threadIdx.x;
   if (tid == 0) {
     for (int i = 0; i < kScanSlots; ++i) barrier_init(m.full + i, 1);
@@ -94,18 +106,15 @@ K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m,
   int batches = 0;                              // so far; batch i lies in slot i % kScanSlots
   kda_each_sequence(a.row_slot, a.rows, lane, lanes, [&](int first, int slot) {
     const int length = kda_sequence_rows(a.row_slot, a.rows, first, slot), end = batches + (length + S::kBatch - 1) / S::kBatch;
-    auto bring = [&](int batch) {               // the first warp
+    auto bring = [&](int batch) {               // one thread
       if (batch >= end) return;
-      const int done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch, r = tid / 4, which = tid % 4;
-      u64* full = m.full + batch % kScanSlots;
-      if (tid == 0) barrier_expect(full, n * (3 * S::kDim + S::kSlice) * sizeof(float));
-      __syncwarp();
-      if (r >= n) return;
-      const float* from = which == 0 ? work.q : which == 1 ? a.k : which == 2 ? work.fade : a.v;
-      bulk_copy(m.row[batch % kScanSlots][r] + which * S::kDim, from + size_t(first + done + r) * channels + head * S::kDim + (which == 3 ? part * S::kSlice : 0),
-                (which == 3 ? S::kSlice : S::kDim) * sizeof(float), full);
+      const int slot = batch % kScanSlots, done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch;
+      constexpr int kRow = 3 * S::kDim * sizeof(float), kValues = S::kSlice * sizeof(float);
+      barrier_expect(m.full + slot, n * (kRow + kValues));
+      bulk_copy(m.row[slot], work.rows + (size_t(head) * a.rows + first + done) * 3 * S::kDim, n * kRow, m.full + slot);
+      bulk_copy(m.v[slot], work.v + ((size_t(head) * S::kSplit + part) * a.rows + first + done) * S::kSlice, n * kValues, m.full + slot);
     };
-    if (warp_id() == 0)
+    if (tid == 0)
       for (int i = 0; i < kScanSlots; ++i) bring(batches + i);
     for (int i = tid; i < length; i += S::kThreads) m.beta[i] = a.beta[size_t(first + i) * a.heads + head];
     KdaState<S> state;
@@ -117,9 +126,10 @@ K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m,
     for (int batch = batches; batch < end; ++batch) {
       const int done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch;
       barrier_wait(m.full + batch % kScanSlots, batch / kScanSlots & 1);
-      const float(&row)[S::kBatch][3 * S::kDim + S::kSlice] = m.row[batch % kScanSlots];
+      const float(&row)[S::kBatch][3 * S::kDim] = m.row[batch % kScanSlots];
+      const float(&v)[S::kBatch][S::kSlice] = m.v[batch % kScanSlots];
       auto pass = [&](int r) {
-        state.template advance<true>(row[r] + S::kDim, row[r] + 2 * S::kDim, row[r] + 3 * S::kDim, m.beta[done + r], o);
+        state.template advance<true>(row[r] + S::kDim, row[r] + 2 * S::kDim, v[r], m.beta[done + r], o);
         if (done + r) state.put(o, out + size_t(done + r - 1) * channels);
         state.partial(row[r], o);
       };
@@ -131,7 +141,7 @@ K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m,
         for (int r = 0; r < n; ++r) pass(r);
       }
       __syncthreads();                          // the batch is used up
-      if (warp_id() == 0) bring(batch + kScanSlots);
+      if (tid == 0) bring(batch + kScanSlots);
     }
     state.template fold<false>(o, o);
     state.put(o, out + size_t(length - 1) * channels);

@@ -10,7 +10,7 @@ struct WideNormShape {
   static constexpr int kN = kN_, kLeaves = kLeaves_, kParts = kParts_, kBlocks = kBlocks_, kLeaf = kN / kLeaves, kThreads = kLeaves * kWarpSize;
   static constexpr int kPer = (kLeaf + kWarpSize - 1) / kWarpSize;   // elements of a lane
   static constexpr int kResident = kPer <= 16 ? 2 : 1;               // blocks that a multiprocessor's registers hold
-  static_assert(kN % kLeaves == 0 && kLeaves <= 16 && kBlocks > 0 && kBlocks <= 8, "a warp combines two sums of every block");
+  static_assert(kN % kLeaves == 0 && kLeaves <= 16 && kBlocks <= 8, "a warp combines two sums of every block");
 };
 
 template <class S>
@@ -35,7 +35,7 @@ K3_DEVICE void wide_norm_row(const NormRow& a, WideNormSmem<S>& m, int index, Re
     return;
   }
   const size_t own = size_t(row) * S::kN, next = size_t(a.rows) * S::kN;
-  const bool mix = a.num_blocks > 0;
+  const bool mix = S::kBlocks > 0 && a.num_blocks > 0;
   float c[S::kPer] = {}, top = 0, total = 0;
   if (mix) {
 #pragma unroll 2

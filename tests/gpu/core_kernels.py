@@ -26,7 +26,7 @@ def struct(name, **fields):
 KdaMix = struct("KdaMix", row_slot="p", rows="i", heads="i", qkv="p", f_a="p", beta="p", out_gate="p", state="p", conv_state="p", f_b="p",
                 a_log="p", dt_bias="p", q_conv="p", k_conv="p", v_conv="p", o_norm="p", k="p", v="p", decay="p", out="p",
                 lower_bound="f", l2_eps="f", eps="f")
-KdaWork = struct("KdaWork", q="p", fade="p", o="p")
+KdaWork = struct("KdaWork", rows="p", v="p", o="p")
 KdaCommit = struct("KdaCommit", row_slot="p", row_accepted="p", rows="i", heads="i", slots="i", record_rows="i", qkv="p", k="p", v="p",
                    decay="p", beta="p", state="p", conv_state="p")
 NormRow = struct("NormRow", row_slot="p", row_map="p", rows="i", part_rows="i", parts="p", hidden="p", hidden_out="p", snapshot="p", blocks="p",

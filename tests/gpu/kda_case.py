@@ -58,7 +58,7 @@ class Kda:
 
     def mix_wide(self, kernels, row_slot, x, layer=0, lanes=3):
         """The same by the three kernels of a wide step."""
-        work = fill(KdaWork, **{n: poisoned((len(row_slot), self.heads * D), F32) for n in ("q", "fade", "o")})
+        work = fill(KdaWork, **{n: poisoned((len(row_slot), self.heads * D * (3 if n == "rows" else 1)), F32) for n in ("rows", "v", "o")})
 
         def run(args, rows):
             gates, scan, norm = kernels

@@ -149,7 +149,7 @@ def test_padding_and_stale_scratch_reach_nothing():
         be.stream.synchronize()
         memory = be.memories[0]
         memory.arena[be._io.input_bytes:memory.offsets["expert_list"]] = 0xFF
-        for name in ("kda_q", "kda_fade", "kda_o", "product_work"):
+        for name in ("kda_rows", "kda_values", "kda_o", "product_work"):
             memory.arena[memory.offsets[name]:memory.offsets[name] + 4096] = 0xFF
         assert bucket_of(n) > 64
         be.step(rows_of((1, first, IDS[first:first + n]), logits=64))

@@ -57,7 +57,7 @@ struct kda_mix : StageDefaults {
 };
 
 // A wide step's three. Layouts: a block of eight rows has a head; a block of the recurrence 16 of its 128 columns, a column a thread.
-K3_DEVICE KdaWork kda_work(const Step& s) { return {kda_q(s), kda_fade(s), kda_o(s)}; }
+K3_DEVICE KdaWork kda_work(const Step& s) { return {kda_rows(s), kda_values(s), kda_o(s)}; }
 typedef KdaShape<kKdaHeadDim, kConvWidth, 1, 4, 256> KdaGatesLayout;
 typedef KdaShape<kKdaHeadDim, kConvWidth, 8, 1> KdaScanLayout;
 

@@ -1,7 +1,7 @@
 // LatentMoE: router and latent beside the shared expert's way up, the choice beside its way down, the routed experts, their norm and way back.
 #pragma once
 #include "expert_wide.cuh"
-#include "norm_core.cuh"
+#include "norm_wide.cuh"
 #include "stages/common.cuh"
 #include "route_core.cuh"
 
@@ -88,13 +88,12 @@ struct route : shared_down {
 constexpr int kMaxItems = kRows * kNumExpertsPerToken;
 constexpr bool kListed = kRows > kDecodeRows;   // a wide step lists the experts once, in memory
 typedef ExpertList<kMaxItems> StepExperts;
-constexpr int kStepEntry = kListed ? kWideEntry : kEntryTokens;   // items of an entry at most
 K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
 
 // One block of a wide step lists who needs which expert.
 struct route_list : StageDefaults {
   static constexpr int kBlocks = 1, kThreads = 512;
-  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kStepEntry> Shape;
+  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
   static __device__ void run(const Step& s, const OpArgs&) {
     __shared__ ListSmem<Shape> smem;
     StepExperts& to = *step_experts(s);
@@ -108,7 +107,7 @@ struct route_list : StageDefaults {
 // Every block of kThreads threads lists them for itself; `ready` comes before the ids are read.
 template <int kThreads>
 struct ListMaker {
-  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kStepEntry> Shape;
+  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
   static constexpr int kScratch = Shape::kOneRow || kListed ? 0 : sizeof(ListSmem<Shape>);
   template <class Ready>
   static __device__ void make(const Step& s, StepExperts& list, u8* scratch, Ready&& ready) {
@@ -116,38 +115,29 @@ struct ListMaker {
   }
 };
 
-template <bool kIsWide>
-struct ExpertUp : StageDefaults {
+struct expert_up : StageDefaults {
   static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize;
   typedef ListMaker<kThreads> List;
   // One row: as if two, which takes fewer registers.
   typedef ExpertUpShape<kExpertW13Leaves, kExpertW13Steps, StepExperts, min_of(max_of(kRows, 2), kEntryTokens), kWarps, 62 * 1024, List::kScratch> Shape;
   static constexpr int kResident = 2, kBlocks = kResident * kSms, kSmem = Shape::kSmem;
-  template <class Ready, class Epilogue>
-  static __device__ void product(const Step& s, const OpArgs& op, u8* smem, Ready&& ready, Epilogue&& epilogue) {
-    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
-                             kBlocks, smem, [&](StepExperts& list, u8* scratch) { List::make(s, list, scratch, ready); }, epilogue);
-  }
-};
-template <>
-struct ExpertUp<true> : StageDefaults {
-  typedef ExpertUpWideShape<kExpertW13Leaves, kExpertW13Steps, StepExperts, kMaxShared> Shape;
-  static constexpr int kBlocks = kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
-  template <class Ready, class Epilogue>
-  static __device__ void product(const Step& s, const OpArgs& op, u8* smem, Ready&& ready, Epilogue&& epilogue) {
-    expert_up_wide<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
-                          kBlocks, step_experts(s), smem, ready, epilogue);
-  }
-};
-struct expert_up : ExpertUp<kListed> {
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    product(s, op, smem, [] {
+    auto ready = [] {
       grid_wait();
       grid_launch_next();
-    }, [&](int item, int row, float gate, float up) {
-      if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
-    });
+    };
+    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
+                             kBlocks, smem,
+      [&](StepExperts& list, u8* scratch) {
+        if constexpr (kListed) {
+          ready();
+          load_list(list, step_experts(s));
+        } else List::make(s, list, scratch, ready);
+      },
+      [&](int item, int row, float gate, float up) {
+        if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
+      });
   }
 };
 
@@ -201,18 +191,32 @@ struct expert_sum : StageDefaults {
   }
 };
 
-struct routed_norm : StageDefaults {
+K3_DEVICE NormRow routed_row(const Step& s, const OpArgs& op) {
+  return {row_slot(s), nullptr, kMaxRows, kDecodeRows, routed_parts(s), nullptr, nullptr, nullptr, nullptr, 0, nullptr, w_routed_expert_norm(op),
+          routed_normed(s), kRmsNormEps};
+}
+template <bool kIsWide>
+struct RoutedNorm : StageDefaults {
   static constexpr int kSpread = min_of(kLatentNormLeaves, 8);
   typedef NormShape<kRoutedExpertHiddenSize, kLatentNormLeaves, kParts, 0, kSpread, 256> Shape;
   static constexpr int kBlocks = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    NormRow a = {row_slot(s), nullptr, kMaxRows, kDecodeRows, routed_parts(s), nullptr, nullptr, nullptr, nullptr, 0, nullptr, w_routed_expert_norm(op),
-                 routed_normed(s), kRmsNormEps};
     grid_launch_next();
-    norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] { grid_wait(); });
+    norm_row<Shape>(routed_row(s, op), *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] { grid_wait(); });
   }
 };
+template <>
+struct RoutedNorm<true> : StageDefaults {
+  typedef WideNormShape<kRoutedExpertHiddenSize, kLatentNormLeaves, kParts, 0> Shape;
+  static constexpr int kBlocks = kRows, kThreads = Shape::kThreads, kResident = Shape::kResident;
+  static __device__ void run(const Step& s, const OpArgs& op) {
+    __shared__ WideNormSmem<Shape> smem;
+    grid_launch_next();
+    wide_norm_row<Shape>(routed_row(s, op), smem, blockIdx.x, [] { grid_wait(); });
+  }
+};
+struct routed_norm : RoutedNorm<kListed> {};
 
 struct latent_up : ProductStage<tiles_of(kOwnHiddenSize), kLatentUpLeaves, kLatentUpSteps> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {

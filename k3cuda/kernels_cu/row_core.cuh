@@ -57,7 +57,10 @@ struct RingSource {
     if (lane_id() == 0) {
       for (int s = 0; s < S::kSlots; ++s) barrier_init(full + s, 1);
       barrier_fence_init();
-      for (int s = 0; s < S::kSlots; ++s) issue(s);
+      for (int s = 0; s < S::kSlots && stream.groups.has(next_group); ++s) {
+        if (S::kPaced && s > 0) barrier_wait(full + s - 1, 0);
+        issue(s);
+      }
     }
     __syncwarp();
   }
@@ -282,6 +285,7 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
   int first_leaf = int(cluster_rank()) * S::kWK * S::kWarpLeaves + leaf_in_block;
   Groups<S> groups(tiles, others);
   typename SourceOf<S, S::kRing>::type source(WeightStream<S>{w, groups, first_leaf, warp_id() / S::kWK * S::kMT}, smem);
+  if constexpr (S::kPaced) grid_launch_next();  // a start takes its time
   source.start();
   if constexpr (S::kCS > 1) {
     static_assert(kTileRows % S::kCS == 0, "blocks own equally many pairs");
@@ -292,7 +296,7 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
     __syncthreads();
     cluster_begin();
   }
-  grid_launch_next();
+  if constexpr (!S::kPaced) grid_launch_next();
   grid_wait();
   uint4* shared = (uint4*)(smem + S::kXAt);
   if constexpr (S::kX == kXShared) share_tokens<S>(x, stride, rows, shared);

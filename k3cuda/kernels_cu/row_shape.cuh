@@ -36,6 +36,9 @@ struct RowShape {
   static constexpr int kTiles = kMT * kWM;                     // of a block
   static constexpr int kTokens = kNT * kTokenTile;
   static constexpr bool kRing = kRing_ > 0;
+  // Few tokens: a warp's next copy starts when the one before has landed. All at once fill the queues to the memory, and what the kernels
+  // before load in their chains waits behind them.
+  static constexpr bool kPaced = kRing && kNT == 1;
   static constexpr int kXBytes = kWK * kWarpLeaves * kPairs * kNT * kStepBytes;   // the block's share of x
   static constexpr XPlace kX = kNT == 1 && kWarpLeaves * kSteps <= 48 ? kXRegisters
                              : kShareX_ && kXBytes <= 118 * 1024 ? kXShared : kXStreamed;

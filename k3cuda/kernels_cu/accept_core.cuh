@@ -114,7 +114,7 @@ template <class S>
 struct JudgeSmem {
   SampleSmem<S> sample;
   float log_p[kMostDrafts], log_q[kMostDrafts], u[kMostDrafts], log_w[kMostDrafts + 1];   // of the drafts themselves
-  int ids[kMostDrafts];
+  int ids[kMostDrafts + 1], best[kMostDrafts + 1];
 };
 
 // Weights of the law behind a rejected draft, in b.x: (w P - Q) where positive, P without the draft where Q is one point; P where nothing is left.
@@ -177,26 +177,34 @@ K3_DEVICE void judge_sequence(const AcceptArgs& a, JudgeSmem<S>& m, int seq) {
   const JudgeRow& g = a.judges[seq];
   if (!g.active) return;
   const SampleRow* rows = a.sample.rows + g.first_row;
-  const int* best = a.best + g.first_row;
+  cluster_arrive();
+  SampleBlock<S> b(m.sample);
+  // A thread a draft: the memory is asked for all of them at once.
+  const int thread = threadIdx.x, num = g.num_drafts;
+  if (thread <= num) {
+    m.ids[thread] = thread < num ? draft_of(a, g, thread) : -1;
+    m.best[thread] = a.best[g.first_row + thread];
+  }
+  __syncthreads();
+  const int* best = m.best;
   int drafts = 0;                   // that have a token
-  while (drafts < g.num_drafts && draft_of(a, g, drafts) >= 0) ++drafts;
+  while (drafts < num && m.ids[drafts] >= 0) ++drafts;
   int finite = 0;                   // rows before the first that is not
   while (finite <= drafts && best[finite] >= 0) ++finite;
   const int k = finite > drafts ? drafts : finite;
-  cluster_arrive();
-  SampleBlock<S> b(m.sample);
-  if (threadIdx.x == 0) {
-    m.log_w[0] = 0;
-    for (int i = 0; i < k; ++i) {
-      const int row = g.first_row + i;
-      const SampleRow& r = rows[i];
-      m.ids[i] = draft_of(a, g, i);
-      m.u[i] = float(philox(r.position, kStreamAccept, i, 0, r.seed_low, r.seed_high) >> 8) * 0x1p-24f;
-      if (r.greedy) continue;
+  if (const int i = thread; i < k) {
+    const int row = g.first_row + i;
+    const SampleRow& r = rows[i];
+    m.u[i] = float(philox(r.position, kStreamAccept, i, 0, r.seed_low, r.seed_high) >> 8) * 0x1p-24f;
+    if (!r.greedy) {
       m.log_p[i] = log_of(a.target.row<S>(row)[m.ids[i]], a.target.log_mass[row]);
       m.log_q[i] = g.one_point ? 0 : log_of(a.draft.row<S>(row)[m.ids[i]], a.draft.log_mass[row]);
-      m.log_w[i + 1] = fminf(0.0f, m.log_w[i] + m.log_p[i] - m.log_q[i]);
     }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    m.log_w[0] = 0;
+    for (int i = 0; i < k && !rows[0].greedy; ++i) m.log_w[i + 1] = fminf(0.0f, m.log_w[i] + m.log_p[i] - m.log_q[i]);
   }
   __syncthreads();
   cluster_wait();

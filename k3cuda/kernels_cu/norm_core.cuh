@@ -28,6 +28,13 @@ struct NormShape {
   static_assert(kBlocks <= 8, "a warp combines two sums of every block");
 };
 
+// Blocks a row: as many as leave each 512 values and more.
+constexpr int norm_spread(int size, int leaves) {
+  int n = 1;
+  while (2 * n <= min_of(leaves, 8) && size / (2 * n) >= 512) n *= 2;
+  return n;
+}
+
 template <class S>
 struct NormSmem {
   float source[S::kRows][S::kOwn], score[S::kBlocks ? S::kOwn : 1];

@@ -14,15 +14,8 @@ struct tap_prefix : ElementStage {
   }
 };
 
-// A row by as many blocks as leave each 512 values and more.
-constexpr int tap_spread(int leaves) {
-  int n = 1;
-  while (2 * n <= min_of(leaves, 8) && kHiddenSize / (2 * n) >= 512) n *= 2;
-  return n;
-}
-
 struct TapMix : StageDefaults {
-  static constexpr int kSpread = tap_spread(kHiddenNormLeaves);
+  static constexpr int kSpread = norm_spread(kHiddenSize, kHiddenNormLeaves);
   typedef NormShape<kHiddenSize, kHiddenNormLeaves, 1, kNumResBlocks, kSpread, 256, false, kNumTaps * kHiddenSize> Shape;
   static constexpr int kBlocks = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
   static __device__ void mix(const Step& s, const OpArgs& op, const float* score) {

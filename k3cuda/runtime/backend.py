@@ -50,7 +50,7 @@ class DraftAsk:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Tokens that a draft model proposes, and for each how sure it is, in (0, 1); None where it has no confidence head, or nobody reads them."""
+    """Tokens that a draft model proposes, and for each how sure it is, in (0, 1); None where it has no confidence head, or nobody asks."""
 
     token_ids: tuple[int, ...]
     confidence: tuple[float, ...] | None = None

@@ -1,4 +1,4 @@
-"""Acceptance of drafts on a GPU: one copy of what is asked there, three kernels, one copy of the verdicts back."""
+"""Acceptance of drafts on a GPU: one copy of what is asked there, and three kernels, which lay the verdicts down in the host's memory."""
 from collections import Counter
 
 import cupy
@@ -20,18 +20,19 @@ _ALIGN = 16
 
 
 class _Block:
-    """Named arrays of the host in one piece of pinned memory, and the same piece on the device."""
+    """Named arrays in one piece of pinned memory, which the device reaches, and with `twin` the same piece on the device. `address`: for kernels."""
 
-    def __init__(self, **arrays: tuple[np.dtype, int]):
+    def __init__(self, twin: bool, **arrays: tuple[np.dtype, int]):
         starts, at = {}, 0
         for name, (dtype, count) in arrays.items():
             starts[name] = at
             at += -(-np.dtype(dtype).itemsize * count // _ALIGN) * _ALIGN
-        self.device, self.nbytes = cupy.zeros(at, cupy.uint8), at
+        self.device = cupy.zeros(at, cupy.uint8) if twin else None
         self._pinned = cupy.cuda.alloc_pinned_memory(at)
         self.whole = np.frombuffer(self._pinned, np.uint8, at)
+        self.whole[:] = 0
         self.host = {name: self.whole[starts[name]:][:np.dtype(dtype).itemsize * count].view(dtype) for name, (dtype, count) in arrays.items()}
-        self.address = {name: self.device.data.ptr + start for name, start in starts.items()}
+        self.address = {name: (self.device.data.ptr if twin else self.whole.ctypes.data) + start for name, start in starts.items()}
 
 
 class CudaAccept:
@@ -48,8 +49,8 @@ class CudaAccept:
         self._none = no_sampler(self.vocab_size)
         if self._none:
             return
-        self._asked = _Block(rows=(ROW, rows), judges=(JUDGE, rows), draft_row=(np.int32, rows), penalties=(PENALTY, MAX_PENALTIES))
-        self._told = _Block(accepted=(np.int32, rows), answers=(np.uint8, Answers.nbytes(rows)))
+        self._asked = _Block(True, rows=(ROW, rows), judges=(JUDGE, rows), draft_row=(np.int32, rows), penalties=(PENALTY, MAX_PENALTIES))
+        self._told = _Block(False, accepted=(np.int32, rows), answers=(np.uint8, Answers.nbytes(rows)))
         self._answers = Answers(rows, self._told.host["answers"])
         self._work = {f"{which}_{name}": cupy.zeros(rows * count, np.float32) for which in ("target", "draft") for name, count in (("weight", self.vocab_size), ("log_mass", 1))}
         self._work |= {"best": cupy.zeros(rows, np.int32), "raw_top": cupy.zeros(rows, np.float32), "log_sum": cupy.zeros(rows, np.float32)}
@@ -77,14 +78,13 @@ class CudaAccept:
         return judged(judges, self._told.host["accepted"][:len(judges)], self._answers, self.vocab_size)
 
     def launch(self, judges: list[Judge], entries: list[np.ndarray]) -> None:
-        """All of it on the stream, the copies too. `entries`: penalties of every row."""
+        """All of it on the stream. `entries`: penalties of every row."""
         count, nbytes = self._fill(judges, entries)
         self._asked.device.data.copy_from_host_async(self._asked.whole.ctypes.data, nbytes, self._stream)
         kernels = [("k_laws", count)] + [("k_draft_laws", count)] * self._is_drawn + [("k_judge", len(judges))]
         for i, (name, clusters) in enumerate(kernels):
             Launch(self._module.function(name), clusters * CLUSTER, sampler_warps(self.vocab_size) * 32, [self._args], stream=self._stream.__cuda_stream__()[1],
                    cluster=CLUSTER, dependent=i > 0).launch()
-        self._told.device.data.copy_to_host_async(self._told.whole.ctypes.data, self._told.nbytes, self._stream)
 
     @property
     def _is_drawn(self) -> bool:

@@ -59,12 +59,16 @@ class CudaDraft:
         device: `cuda_driver.Device`. stream: of the target's backend. loading: counts the seconds of compiling and capturing.
 
     Attributes:
+        block: operations of a proposal.
         places: slot -> its place among the sequences of the last proposal.
     """
 
     def __init__(self, drafting: Drafting, ranks: list[int], tp: int, make, target_weights: list[dict], device, stream, loading: Loading):
         self.cfg, self.num_drafts, self.device, self.stream, self._ranks, self._tp = drafting.source.cfg, drafting.num_drafts, device, stream, ranks, tp
         self.plan: DraftPlan = build_draft_plan(self.cfg, tp, drafting.num_drafts, drafting.block_rows)
+        # How sure it is matters to a threshold alone.
+        self._sure = self.cfg.confidence_head and drafting.confidence_threshold is not None
+        self.block = tuple(op for op in self.plan.ops if self._sure or "draft_confidence" not in op.stage.outputs)
         self._weights = [make(self.plan, drafting.source, tp, rank, target) for rank, target in zip(ranks, target_weights)]
         self._raw_stream, self._loading = stream.__cuda_stream__()[1], loading
         self._kernels: dict[int, BucketKernels] = {}
@@ -101,7 +105,7 @@ class CudaDraft:
             part = slice(first, first + DECODE_ROWS)
             slots = rows.slots[part]
             self._inputs.send(self.memories, self.stream, row_slot=slots, row_position=rows.positions[part], row_accepted=inside[part])
-            self._replay(self.plan.context, len(slots), first)
+            self.graph(self.plan.context, len(slots), first).launch(self.stream)
 
     def propose(self, asks: list[DraftAsk]) -> list[Drafted]:
         """`num_drafts` tokens for each sequence. Where nobody reads any of them they are "as drafted" and nothing is waited for; else fewer where
@@ -114,13 +118,13 @@ class CudaDraft:
         seeds = np.array([(a.seed & 0xFFFFFFFF, a.seed >> 32) for a in asks], np.uint32).view(np.int32)
         self._inputs.send(self.memories, self.stream, token_ids=ids, row_slot=np.repeat([a.slot for a in asks], r), row_position=positions,
                           row_last=np.repeat(positions[:, -1], r), logit_rows=wanted, seq_seed=seeds, seq_temperature=[a.temperature for a in asks])
-        self._replay(self.plan.ops, seqs * r, 0)
+        self.graph(self.block, seqs * r).launch(self.stream)
         self.places = {a.slot: s for s, a in enumerate(asks)}
         if not any(a.is_read for a in asks):
             stride = self.memories[0].dims["seqs"]
             return [Drafted(tuple(AS_DRAFTED - (i * stride + s) for i in range(k))) for s in range(seqs)]
         found = self.ids()[:, :seqs].T
-        sure = self.memories[0].buffer("draft_confidence").get(stream=self.stream)[:, :seqs].T if self.cfg.confidence_head else None
+        sure = self.memories[0].buffer("draft_confidence").get(stream=self.stream)[:, :seqs].T if self._sure else None
         out = []
         for s, tokens in enumerate(found):
             count = k if (tokens >= 0).all() else int((tokens >= 0).argmin())
@@ -156,7 +160,8 @@ class CudaDraft:
                     out.append(kernels.launch(name, step, memory.op_struct(op, first), self._raw_stream, dependent=bool(out)))
         return out
 
-    def _replay(self, ops: tuple[Op, ...], rows: int, first: int) -> None:
+    def graph(self, ops: tuple[Op, ...], rows: int, first: int = 0):
+        """Of `launches` in the smallest bucket that holds `rows`; captured at its first use."""
         bucket = bucket_of(rows)
         key = (ops is self.plan.context, bucket, first)
         if key not in self._graphs:
@@ -166,4 +171,4 @@ class CudaDraft:
                 for launch in launches:
                     launch.launch()
                 self._graphs[key] = self.stream.end_capture(), launches
-        self._graphs[key][0].launch(self.stream)
+        return self._graphs[key][0]

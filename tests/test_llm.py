@@ -226,3 +226,12 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(monkeypatch):
         assert llm.backend.name == "standard"
     with pytest.raises(OutOfMemory, match="reference backend"):
         LLM("demo", decode_backend="reference")
+
+
+def test_an_open_model_is_taken_as_it_is():
+    with LLM("demo", max_batch=1) as first:
+        want = first.generate("hi", SamplingParams(temperature=0, max_tokens=3))[0].token_ids
+    opened = open_model.open_model("demo", max_batch=3)
+    with LLM(opened) as llm:
+        assert llm.backend is opened.backend and llm.backend.num_slots == 3
+        assert llm.generate("hi", SamplingParams(temperature=0, max_tokens=3))[0].token_ids == want

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from ..config import MAX_ROWS, K3Config, load_json
+from ..config import DECODE_ROWS, MAX_ROWS, K3Config, load_json
 from ..draft_config import RELEASED_DRAFT
 from ..draft_plan import build_draft_plan
 from ..errors import CheckpointError
@@ -57,9 +57,13 @@ class DecodeBench(StepBench):
             if self.drafting:
                 be._graph("step", bucket)
                 be._graph("commit", bucket)
+                for first in range(0, bucket, DECODE_ROWS):
+                    be.draft.graph(be.draft.plan.context, min(bucket, DECODE_ROWS), first)
             else:
                 for half in be._io._halves:
                     be._graph("launch", bucket, half)
+        for sequences in range(1, be.num_slots + 1 if self.drafting else 1):
+            be.draft.graph(be.draft.block, sequences * be.draft.plan.block_rows)
 
     def parts(self, sequences: int, context: int) -> dict:
         """The step that verifies the drafts of so many sequences at the end of `context` tokens each, as `bench step` gives it, and beside it
@@ -82,5 +86,15 @@ class DecodeBench(StepBench):
             ("accept_us", lambda: be._accept.launch(judges, none)))}
         added = sum(us.values())
         self.restore()
-        return found | {name: round(value, 1) for name, value in us.items()} | {"draft_share": round(added / found["ms"] / 1e3, 4)}
+        return found | {name: round(value, 1) for name, value in us.items()} | {"draft_share": round(added / found["ms"] / 1e3, 4),
+                                                                               "draft_stages": self._draft_stages(len(rows), sequences)}
+
+    def _draft_stages(self, rows: int, sequences: int) -> dict[str, float]:
+        """Microseconds of every stage of context rows and of a proposal: its operations of all layers and drafts in turn, behind one another."""
+        draft, found = self.backend.draft, {}
+        for ops, count in ((draft.plan.context, rows), (draft.block, sequences * draft.plan.block_rows)):
+            for name in dict.fromkeys(op.stage.name for op in ops):
+                if launches := draft.launches(tuple(op for op in ops if op.stage.name == name), bucket_of(count), 0):
+                    found[name] = round(1e6 * self.timer.graph(launches), 1)
+        return found
 

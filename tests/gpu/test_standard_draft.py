@@ -41,16 +41,27 @@ def drafting(num_drafts=7, family="mla", **given):
 KINDS = {"mla 7": (7, "mla", {}), "mla 4 of a block": (4, "mla", {}), "gqa 3 rows": (3, "gqa", {"draft_rows": "drafts"}), "mla 1": (1, "mla", {"draft_rows": "drafts"})}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """All kernels at the same time; those of drafts for four sequences and for one."""
-    device, buckets = open_device(), (1, 2, 4, 8, 16, 32, 64, 128)
-    every = [drafting(k, family, **given) for k, family, given in KINDS.values()]
-    plans = [build_plan(CFG, 1, taps) for taps in {None, *(d.taps for d in every)}]
-    jobs = [(plan, rows) for plan in plans for rows in buckets]
-    jobs += [(build_draft_plan(d.source.cfg, 1, d.num_drafts, d.block_rows), rows) for d in every for rows in buckets[:-1]]
+STEPS, CONTEXTS = (1, 2, 4, 8, 16, 32, 128), (1, 2, 4, 8, 16, 32, 64)   # rows of steps and of a draft's that come up here
+
+
+@functools.cache
+def compile_kind(kind, tp=1, steps=STEPS, contexts=CONTEXTS):
+    """All its kernels at the same time; with no kind those of steps without a draft."""
+    device, jobs = open_device(), []
+    if kind is None:
+        jobs = [(build_plan(CFG, tp), rows) for rows in steps]
+    else:
+        k, family, given = KINDS[kind]
+        d = drafting(k, family, **given)
+        jobs = [(build_plan(CFG, tp, d.taps), rows) for rows in steps] + [(build_draft_plan(d.source.cfg, tp, k, d.block_rows), rows) for rows in contexts]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda job: compile_bucket(*job, "bf16", device.arch, sms=device.sms), jobs))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    compile_kind("mla 7")
+    compile_kind(None, steps=(1, 2, 4, 128))
 
 
 def engine(drafting=None, tp=1, **options):
@@ -123,6 +134,7 @@ def test_greedy_text_of_500_tokens_is_the_same_bytes_with_any_pattern_of_drafts(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_with_any_draft_and_any_k(kind):
+    compile_kind(kind)
     k, family, given = KINDS[kind]
     e = engine(drafting(k, family, **given))
     oracle(e, [right_but(k // 2), None, right, wrong])
@@ -147,6 +159,7 @@ def states(be, slot, length):
 @pytest.mark.parametrize("acceptance, temperature, k, family", [("standard", 1.0, 7, "mla"), ("block", 0.8, 7, "mla"), ("standard", 0.0, 3, "gqa")])
 def test_states_after_random_steps_are_those_of_a_plain_run(acceptance, temperature, k, family):
     given = {"draft_rows": "drafts"} if family == "gqa" else {}
+    compile_kind("gqa 3 rows" if family == "gqa" else "mla 7")
     d = drafting(k, family, acceptance=acceptance, draft_sampling="greedy", **given)   # the oracle's drafts were not drawn
     e, rng = engine(d), random.Random(k)
     oracle(e, [lambda place, token: token if rng.random() < 0.8 else rng.randrange(VOCAB)] * 3 + [None])
@@ -265,6 +278,7 @@ def test_synthetic_acceptance_of_length_six_is_six_tokens_in_every_step():
 
 def test_virtual_ranks_draft_the_same():
     runs = []
+    compile_kind("gqa 3 rows", 2, (1, 2, 4, 8), (1, 2, 4, 8))
     for tp in (1, 2):
         e = engine(drafting(3, "gqa", draft_rows="drafts"), tp)
         add(e, 0, 30)
@@ -296,13 +310,14 @@ def test_drafts_of_an_earlier_proposal_are_nobodys():
 
 
 def test_what_fits_beside_a_draft_fits():
-    """The longest context under a limit is named, taken, and used to its end; a longer one is refused with that number."""
+    """The longest context under a limit is taken, spare positions and all; a longer one is refused with that number."""
     limit, d = 700 << 20, drafting(7)
     made = Cuda(headdims(), max_batch=2, max_model_len=None, memory_limit=limit, drafting=d)
-    alone = Cuda(headdims(), max_batch=2, max_model_len=None, memory_limit=limit)
     fits = made.max_model_len
-    assert 1 <= fits <= alone.max_model_len and made.num_pages * PAGE_SIZE >= 2 * (fits + d.spare_positions)
+    assert 1 <= fits and made.num_pages * PAGE_SIZE >= 2 * (fits + d.spare_positions)
     made.close()
+    alone = Cuda(headdims(), max_batch=2, max_model_len=None, memory_limit=limit)   # under the same limit, so one behind the other
+    assert fits <= alone.max_model_len
     alone.close()
     if fits < CFG.max_position_embeddings:
         with pytest.raises(OutOfMemory, match=f"with the draft model.*\n?.*at most {fits}"):

@@ -62,14 +62,13 @@ def arena_offsets(plan: Plan | DraftPlan) -> tuple[dict[str, int], int]:
 
 def build_files(plan: Plan | DraftPlan, rows: int, kv_cache_dtype: str, *, sms: int = H200_SMS, ride: bool = True,
                 probes: Probes = NO_PROBES) -> dict[str, str]:
-    """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3". Of a draft `rows` are sequences, its cache
-    is "bf16" and its collectives ride.
+    """Name -> text of a build for steps of up to `rows` rows; MLA cache rows are "bf16" or "fp8_e4m3". A draft's are "bf16".
 
     `sms`: multiprocessors that persistent kernels spread over; any number is right, the device's own is fast.
     `ride`: collectives have no kernels: a stage stores what a collective would move into every rank's target itself.
     """
-    if isinstance(plan, DraftPlan) and not (ride and kv_cache_dtype == "bf16"):
-        raise ValueError("a draft's collectives ride, and its cache is bf16")
+    if isinstance(plan, DraftPlan) and kv_cache_dtype != "bf16":
+        raise ValueError("a draft's cache is bf16")
     if isinstance(plan, DraftPlan) and (why := no_kernels(plan.cfg)):
         raise ConfigError(why, "use the reference backend")
     tables = tables_of(plan)
@@ -97,7 +96,7 @@ def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[
     """
     wide = rows > DECODE_ROWS
     if stage.moves:
-        alone = not ride or wide and any(m.how == STACK for m in stage.moves)
+        alone = not ride or any(m.in_group or wide and m.how == STACK for m in stage.moves)
         return ((stage.name, 0),) if alone else ()
     names = packing.WIDE_KERNELS.get(stage.name) if wide else None
     out, group = [], []
@@ -216,32 +215,41 @@ def _kernels(plan: Plan | DraftPlan, t: Tables, rows: int, ride: bool, sms: int,
 
 @dataclass(frozen=True)
 class MoveLayout:
-    """Where a move of up to DECODE_ROWS rows takes and leaves bytes.
+    """Where a move takes and leaves bytes.
 
     Attributes:
+        rows: of it, which may be several a row of the step.
         slice: of one row that a rank sends to one other.
         source_row, target_row: from row to row there.
         slot: from rank to rank in the target.
         is_cut: the slice depends on who receives it: it stands behind those for the ranks before.
         ranks: neighbours that take part, all of them or a group.
+        source_layer, target_layer: from layer to layer, or draft to draft, where buffers have them; else 0.
     """
 
+    rows: int
     slice: int
     source_row: int
     target_row: int
     slot: int
     is_cut: bool
     ranks: int
+    source_layer: int
+    target_layer: int
 
 
-def layout_of(move: Move, tp: int, t: Tables) -> MoveLayout:
-    """The layout of a move over `tp` ranks, from the shapes of its buffers."""
-    source = t.buffers[move.source]
-    size, width = DTYPE_BYTES[source.dtype], prod(buffer_shape(source, t.dims)[1:])
-    ranks = t.dims["group"] if move.in_group else tp
+def layout_of(move: Move, plan: Plan | DraftPlan, t: Tables, rows: int) -> MoveLayout:
+    """The layout of a move in a step of up to `rows` rows, at most DECODE_ROWS of what is stacked, from the shapes of its buffers."""
+    source, target = t.buffers[move.source], t.buffers[move.target]
+    shape, size, first = buffer_shape(source, t.dims), DTYPE_BYTES[source.dtype], int(source.is_layered)
+    cut = source.cut if move.how == GATHER else first + 1   # what stands before a cut axis counts as rows
+    width, ranks = prod(shape[cut:]), t.dims["group"] if move.in_group else plan.tp
     part = width // ranks if move.how == SCATTER else width
     slot = part if move.how == GATHER else part * (DECODE_ROWS if move.how == STACK else MAX_ROWS)
-    return MoveLayout(part * size, width * size, (width * ranks if move.how == GATHER else part) * size, slot * size, move.how == SCATTER, ranks)
+    count = {"seqs": lambda: plan.padded_seqs(rows), "head_rows": lambda: min(rows, DECODE_ROWS)}.get(source.shape[first], lambda: rows)()
+    layers = [prod(buffer_shape(b, t.dims)[1:]) * size if b.is_layered else 0 for b in (source, target)]
+    return MoveLayout(count * prod(shape[first + 1:cut]), part * size, width * size, (width * ranks if move.how == GATHER else part) * size, slot * size,
+                      move.how == SCATTER, ranks, *layers)
 
 
 def _collective(stage: Stage, plan: Plan, t: Tables, rows: int, sms: int, ride: bool) -> str:
@@ -254,12 +262,13 @@ def _collective(stage: Stage, plan: Plan, t: Tables, rows: int, sms: int, ride: 
             units += rows * width // 4
             moves.append(f"sum_ranks<{offsets[m.source]}ull, kRows, {width}>(s);")
             continue
-        if ride:
+        if ride and not m.in_group:
             continue
-        at = layout_of(m, plan.tp, t)
-        units += at.ranks * rows * at.slice // 16
-        moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, kRows, {at.slice}, {at.source_row}, {at.target_row}, {at.slot}ull, "
-                     f"{str(at.is_cut).lower()}, {at.ranks}>(s);")
+        at = layout_of(m, plan, t, rows)
+        units += at.ranks * at.rows * at.slice // 16
+        layers = f", {at.source_layer}ull * op.kind_index, {at.target_layer}ull * op.kind_index" if at.source_layer else ""
+        moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, {at.rows}, {at.slice}, {at.source_row}, {at.target_row}, {at.slot}ull, "
+                     f"{str(at.is_cut).lower()}, {at.ranks}>(s{layers});")
     return (f"namespace stage {{ struct {stage.name} : StageDefaults {{\n  static constexpr int kBlocks = {max(1, min(sms, units // 256))}, kThreads = 256;\n"
-            "  static __device__ void run(const Step& s, const OpArgs&) {\n    grid_wait();\n    grid_launch_next();\n    "
+            "  static __device__ void run(const Step& s, const OpArgs& op) {\n    grid_wait();\n    grid_launch_next();\n    "
             + "\n    ".join(moves) + "\n  }\n}; }")

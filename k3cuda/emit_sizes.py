@@ -26,10 +26,11 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
     whole = plan.cfg.dims() | {"max_rows": most, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP} | taps
     lines = ["#pragma once", "// Sizes of the whole model.", *_integers(whole)]
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms};",
+              f"constexpr int kGroup = {plan.dcp};   // ranks that hold the MLA cache together",
               f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
               f"constexpr int kParts = {1 if rows > DECODE_ROWS else tp};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted(({b.shape[b.cut] for b in (*t.buffers.values(), *t.absent) if b.cut is not None} | {"mla_q_dim"}) & set(whole))
-    lines += _integers({f"own_{n}": whole[n] // tp for n in cut})
+    lines += _integers({f"own_{n}": whole[n] // tp for n in cut} | {"group_heads": plan.cfg.num_attention_heads // tp * plan.dcp})
     lines += ["// Numbers of the arithmetic."]
     lines += _draft_numbers(plan, rows) if is_draft else _target_numbers(plan.cfg, forced_experts)
     lines += [f"constexpr bool kKvFp8 = {str(kv == 'fp8_e4m3').lower()};", "// Leaves of the tree over K on this rank, and k-steps (experts: groups) in a leaf."]

@@ -80,9 +80,9 @@ STAGES: tuple[Stage, ...] = (
     _s("mla_attend", "mla", "mla_whole", reads="row_slot row_position page_table mla_q_absorbed mla_cache", writes="mla_o_latent"),
     # A cache that is split over a group: every rank takes the queries of all of the group's heads to its own positions.
     _collective("mla_q_exchange", "mla_split", ("mla_q_absorbed", "mla_q_group", GATHER, True)),
-    _s("mla_attend_own", "mla", "mla_split", reads="row_slot row_position page_table mla_q_group mla_cache", writes="mla_own"),
+    _s("mla_attend_own", "mla_split", "mla_split", reads="row_slot row_position page_table mla_q_group mla_cache", writes="mla_own"),
     _collective("mla_own_exchange", "mla_split", ("mla_own", "mla_owns", SCATTER, True)),
-    _s("mla_merge", "mla", "mla_split", reads="mla_owns", writes="mla_o_latent"),
+    _s("mla_merge", "mla_split", "mla_split", reads="mla_owns", writes="mla_o_latent"),
     _s("mla_out", "mla", "mla", reads="mla_o_latent mla_out_gate", weights="mla_kv_b_proj", writes="mixer_out"),
 
     _s("o_proj", "o_proj", "layer", reads="mixer_out", weights="o_proj", writes="attn_partial"),

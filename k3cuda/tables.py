@@ -70,7 +70,7 @@ def _draft(plan: DraftPlan, machine: dict[str, int]) -> Tables:
     dims = draft_dims(plan.cfg, num_drafts=plan.num_drafts, seqs=plan.padded_seqs(DECODE_ROWS), **machine)
     packed = {name: group for name, group in DRAFT_PACKED.items() if all(s in DRAFT_WEIGHT and _has(s, plan) for p in group for s in p.sources)}
     taps = DECODE_ROWS * dims["taps_dim"] * DTYPE_BYTES["bf16"]
-    work = {"product_work": ("u8", 0)} | {"taps_normed": ("bf16", taps if plan.cfg.fc_norm else 0)} | ({"mla_next": ("int", 4)} if "mla_cache" in plan.buffers else {})
+    work = {"product_work": ("u8", 0)} | {"taps_normed": ("bf16", taps if plan.cfg.fc_norm else 0)} | ({"mla_next": ("int", 4), "mla_own_last": ("int", 0)} if "mla_cache" in plan.buffers else {})
     session = tuple(n for n in (*_session(plan.buffers.values()), "taps") if n in plan.buffers)
     if plan.cfg.family == GQA:
         of_classes = dims["rows"] * plan.cfg.num_attention_heads // plan.tp * GQA_CLASSES * DTYPE_BYTES["f32"]
@@ -87,7 +87,7 @@ def _has(weight: str, plan: DraftPlan) -> bool:
 def _target_work(plan: Plan, dims: dict[str, int]) -> dict[str, tuple[str, int]]:
     items = MAX_ROWS * plan.cfg.num_experts_per_token
     kda = 4 * MAX_ROWS * dims["kda_dim"] // plan.tp
-    return {"expert_list": ("u8", 8 + 4 * (items + 1) + 2 * items), "mla_next": ("int", 4),
+    return {"expert_list": ("u8", 8 + 4 * (items + 1) + 2 * items), "mla_next": ("int", 4), "mla_own_last": ("int", 4 * MAX_ROWS * (plan.dcp > 1)),
             "kda_rows": ("float", 3 * kda), "kda_values": ("float", kda), "kda_o": ("float", kda), "product_work": ("u8", max(_leaf_sums(plan.cfg, plan.tp).values()))}
 
 

@@ -1,4 +1,4 @@
-"""NCCL between processes, one a GPU: what arrives is compared, then each collective is timed at 1, 8 and 64 rows. Not run on a GPU yet.
+"""NCCL between processes, one a GPU: what arrives is compared, then each collective is timed at 1, 8 and 64 rows.
 
     python scripts/bench_collectives.py --ranks 4
     python scripts/bench_collectives.py --ranks 16 --share-gpu

@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, trace, load, train, draft, decode, decode_plain, launch"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, trace, load, train, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -39,6 +39,15 @@ case $name in
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
   # NCCL between processes: --ranks N on N GPUs, or --ranks N --share-gpu on one.
   collectives) exec python3 scripts/bench_collectives.py "$@" ;;
+  # All that is known of ranks as processes, on the GPUs that are here: what collectives bring and how long they take, then steps, text and drafts.
+  # Where there are fewer GPUs than ranks they share the first one, and times mean nothing.
+  ranks)
+    gpus=$(python3 -c 'from k3cuda.runtime.machine import probe_driver; print(len(probe_driver().gpus))')
+    for n in 2 4 8 16; do
+      share=$([ "$n" -le "$gpus" ] || echo --share-gpu)
+      if [ "$n" -le "$gpus" ] || [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" $share; fi
+    done
+    exec python3 -m pytest -m gpu tests/gpu/test_ranks_nccl.py "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
   # The demo model and its drafts in 8.5 minutes, all of it included (docs/demo.md): demo.tar and train.jsonl in $OUT. What a call that ran out of
   # time had done stays in build/train_demo, and the next one goes on from there. Extra arguments are those of scripts/train_demo.py.

@@ -239,7 +239,7 @@ def test_ranks_that_differ_in_it():
     assert [code for code, _, _ in results] == [3, 3] and "ranks differ in dcp: rank 0 has 1, rank 1 has 2" in results[0][2]
 
 
-def test_the_kernels_refuse_it(monkeypatch):
+def test_kernels_of_drafts_want_a_whole_cache(monkeypatch):
     monkeypatch.setattr("k3cuda.runtime.cuda_driver.require_gpu", lambda: None)
-    with pytest.raises(UsageError, match="dcp: found 2 with decode_backend 'standard'"):
-        LLM("demo", tp=2, dcp=2, decode_backend="standard")
+    with pytest.raises(UsageError, match="dcp: found 2 with a draft_model and decode_backend 'standard'"):
+        LLM("demo", tp=2, dcp=2, decode_backend="standard", draft_model="demo-draft")

@@ -95,9 +95,9 @@ def device(monkeypatch, tmp_path):
                            cuda=SimpleNamespace(alloc_pinned_memory=lambda n: np.zeros(n, np.uint8), Event=lambda **_: event, get_current_stream=Stream))
 
     class Bucket:
-        def __init__(self, plan, rows, compiled):
+        def __init__(self, plan, rows, compiled, ride):
             stages = {op.stage.name: () for op in plan.context + plan.ops}
-            built[rows] = self.kernels = Kernels(rows, plan.tp, True, stages, tmp_path / str(rows), plan=plan)
+            built[rows] = self.kernels = Kernels(rows, plan.tp, ride, stages, tmp_path / str(rows), plan=plan)
 
         def launch(self, name, step, args, raw, dependent):
             assert dependent or not stream.captured

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command import ROOT
+from drafts import made
 from rank_oracle import check_moves
 from rank_processes import ends, free_port, start
 
 from k3cuda.buffers import DTYPE_BYTES, buffer_shape
+from k3cuda.draft_plan import DraftPlan, build_draft_plan
 from k3cuda.emit import arena_offsets, layout_of
 from k3cuda.errors import DeviceError, UsageError
 from k3cuda.plan import build_plan
@@ -38,6 +40,9 @@ else:
     server.close()
 print(len(joined.payload), hashlib.sha256(joined.payload).hexdigest(), len(joined.watch), len(joined.data))
 """
+
+
+TP = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -173,14 +178,34 @@ def test_parts_arrive_as_between_virtual_ranks(tp):
     assert lib.log == [("destroy", 2)]
 
 
+def moves_of(plan):
+    """Every move, with the number of a layer where its buffers have some."""
+    ops = plan.context + plan.ops if isinstance(plan, DraftPlan) else plan.ops
+    return list(dict.fromkeys((m, op.kind_index * (m.source == "draft_logits_part")) for op in ops for m in op.stage.moves))
+
+
 @pytest.mark.parametrize("dcp", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 64])
 def test_a_step_moves_what_the_plan_says(rows, dcp):
+    plan = build_plan(made_config(), TP, dcp=dcp)
+    moves = {m for m, _ in moves_of(plan)}
+    assert {m.how for m in moves} == {GATHER, STACK, SCATTER} and sum(m.in_group for m in moves) == 2 * (dcp > 1)
+    check_plan(plan, rows)
+
+
+@pytest.mark.parametrize("family", ["mla", "gqa"])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_draft_moves_what_its_plan_says(rows, family):
+    plan = build_draft_plan(made(family, {"num_key_value_heads": 4}).cfg, TP, 3)
+    assert len(moves_of(plan)) == {"mla": 7, "gqa": 4}[family] + 3 and plan.padded_seqs(rows) < rows   # the logits of three drafts
+    check_plan(plan, rows)
+
+
+def check_plan(plan, rows):
     """Every move of a small model on arenas in host memory, packed and spread as on a GPU, against the shapes of its buffers."""
     from k3cuda.runtime.cuda_rank import NcclMove
 
-    tp, rng = 4, np.random.default_rng(rows)
-    plan = build_plan(made_config(), tp, dcp=dcp)
+    tp, rng = TP, np.random.default_rng(rows)
     tables, (offsets, size) = tables_of(plan), arena_offsets(plan)
     lib = MovesMemory(tp)
     comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, tp, lib) for r in range(tp)]
@@ -190,18 +215,19 @@ def test_a_step_moves_what_the_plan_says(rows, dcp):
         for row in range(height):
             ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
 
-    def view(arena, name):
+    def view(arena, name, layer):
         b = tables.buffers[name]
         shape, of = buffer_shape(b, tables.dims), offsets[name]
         width = DTYPE_BYTES[b.dtype]
-        return arena[of:of + math.prod(shape) * width].view(f"u{width}").reshape(shape)
+        whole = arena[of:of + math.prod(shape) * width].view(f"u{width}").reshape(shape)
+        return whole[layer] if b.is_layered else whole
 
-    moves = {m: None for op in plan.ops for m in op.stage.moves}
-    assert {m.how for m in moves} == {GATHER, STACK, SCATTER} and sum(m.in_group for m in moves) == 2 * (dcp > 1)
-    for m in moves:
-        before, layout = [a.copy() for a in arenas], layout_of(m, tp, tables)
-        staging = [np.empty(NcclMove.staging_bytes(layout, rows), np.uint8) for _ in range(tp)]
-        launches = [NcclMove(layout, comms[r], arenas[r].ctypes.data, offsets[m.source], offsets[m.target], rows, staging[r].ctypes.data, 77, copy2d) for r in range(tp)]
+    for m, layer in moves_of(plan):
+        before, layout = [a.copy() for a in arenas], layout_of(m, plan, tables, rows)
+        count = plan.padded_seqs(rows) if "seqs" in tables.buffers[m.source].shape else rows
+        staging = [np.empty(NcclMove.staging_bytes(layout), np.uint8) for _ in range(tp)]
+        launches = [NcclMove(layout, comms[r], arenas[r].ctypes.data + offsets[m.source] + layer * layout.source_layer,
+                             arenas[r].ctypes.data + offsets[m.target] + layer * layout.target_layer, staging[r].ctypes.data, 77, copy2d) for r in range(tp)]
         threads = [threading.Thread(target=launch.launch) for launch in launches]
         for thread in threads:
             thread.start()
@@ -209,10 +235,11 @@ def test_a_step_moves_what_the_plan_says(rows, dcp):
             thread.join()
         for r in range(tp):
             wanted = before[r].copy()
-            mine = members(r, dcp if m.in_group else tp)
-            target, sources = view(wanted, m.target), [view(before[i], m.source)[:rows] for i in mine]
+            mine = members(r, plan.dcp if m.in_group else tp)
+            target, sources = view(wanted, m.target, layer), [view(before[i], m.source, layer)[:count] for i in mine]
             if m.how == GATHER:
-                target[:rows] = np.concatenate(sources, axis=tables.buffers[m.source].cut)
+                source = tables.buffers[m.source]
+                target[:count] = np.concatenate(sources, axis=source.cut - source.is_layered)
             else:
                 n, place = math.prod(target.shape[2:]), r - mine[0]
                 for i, source in enumerate(sources):
@@ -225,9 +252,9 @@ def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monk
     from k3cuda.runtime.cuda_rank import CudaRank, NcclMove
 
     asked, plan = [], build_plan(made_config(), 4)
-    memory = SimpleNamespace(arena=SimpleNamespace(data=SimpleNamespace(ptr=1 << 20)), tables=tables_of(plan))
+    memory = SimpleNamespace(arena=SimpleNamespace(data=SimpleNamespace(ptr=1 << 20)), tables=tables_of(plan), plan=plan, offsets=arena_offsets(plan)[0])
     monkeypatch.setattr(CudaBackend, "launches", lambda self, what, bucket, **options: asked.append(options) or [(op, ["kernel"]) for op in plan.ops])
-    monkeypatch.setattr(CudaRank, "_room", lambda self, layout, bucket: 1 << 30)
+    monkeypatch.setattr(CudaRank, "_room", lambda self, layout: 1 << 30)
     rank = CudaRank.__new__(CudaRank)
     rank.memories, rank.plan, rank.tp, rank._comm, rank._raw_stream = [memory], plan, 4, SimpleNamespace(rank=2, size=4), 77
     launches = rank.launches("step", 8, overlap=True)
@@ -240,6 +267,17 @@ def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monk
     assert not CudaRank.overlaps and CudaRank.most_rows == 64 and CudaBackend.most_rows == 256   # what one process has stays as it was
     with pytest.raises(UsageError, match="rank 1 is another process"):
         rank.buffer("logits", 1)
+
+
+@pytest.mark.parametrize("loopback", [False, True])
+def test_a_process_stands_in_every_place_and_is_itself(loopback):
+    """Only looped back it embeds the tokens of others, too: a sum over real ranks would count them twice."""
+    from k3cuda.runtime.cuda_memory import RankMemory
+
+    plan, arena = build_plan(made_config(), TP), SimpleNamespace(data=SimpleNamespace(ptr=1 << 20))
+    memory = SimpleNamespace(plan=plan, tables=tables_of(plan), dims=tables_of(plan).dims, arena=arena, session={}, mla_work=None, mla_partials=0)
+    made = RankMemory.step_struct(memory, 2, [memory], loopback)
+    assert (made.rank, made.loopback, list(made.peers)[:TP]) == (2, loopback, [1 << 20] * TP)
 
 
 def test_a_call_that_fails_is_named():

@@ -141,14 +141,16 @@ struct MlaLeaf {
 
 // Norms one row's low-rank query and latent and puts latent and shared key in the cache. Stored: bf16 or u8 (e4m3). 512 threads.
 // `ready` returns when query and latent are written; the step's tables and the norms' weights are read before it, all else behind it at once.
-template <class Stored, int kQuery, int kQueryLeaves, int kLatent, int kLatentLeaves, int kRope, class Ready>
-K3_DEVICE void mla_write(const MlaWrite& a, float (&leaf)[2][16], int row, Ready ready) {
+// kGroup ranks hold a cache together, by page in turn: this one is at `place`, and stores what is its own.
+template <class Stored, int kQuery, int kQueryLeaves, int kLatent, int kLatentLeaves, int kRope, int kGroup = 1, class Ready>
+K3_DEVICE void mla_write(const MlaWrite& a, float (&leaf)[2][16], int row, Ready ready, int place = 0) {
   typedef MlaLeaf<kQuery, kQueryLeaves> Query;
   typedef MlaLeaf<kLatent, kLatentLeaves> Latent;
   constexpr int kDim = kLatent + kRope;
   static_assert(kRope <= 512, "a value of the shared key a thread");
   const int tid = threadIdx.x, slot = a.rows.row_slot[row], position = a.rows.row_position[row];
-  const int page = slot < 0 ? 0 : a.rows.page_table[size_t(slot) * a.rows.slot_pages + position / kMlaPage];
+  const int page = slot < 0 ? 0 : a.rows.page_table[size_t(slot) * a.rows.slot_pages + position / (kMlaPage * kGroup)];
+  const bool holds = position / kMlaPage % kGroup == place;
   float query[Query::kValues], query_norm[Query::kValues], latent[Latent::kValues], latent_norm[Latent::kValues], key = 0;
   K3_UNROLL
   for (int i = 0; i < Query::kValues; ++i) query_norm[i] = Query::has(i) ? bf16_to_float(a.query_norm[Query::at(i)]) : 0;
@@ -174,6 +176,6 @@ K3_DEVICE void mla_write(const MlaWrite& a, float (&leaf)[2][16], int row, Ready
     if (Query::has(i)) query_out[Query::at(i)] = float_to_bf16(round_bf16(query[i] * query_inverse) * query_norm[i]);
   K3_UNROLL
   for (int i = 0; i < Latent::kValues; ++i)
-    if (Latent::has(i)) mla_store(to + Latent::at(i), round_bf16(round_bf16(latent[i] * latent_inverse) * latent_norm[i]) / a.cache_scale);
-  if (tid < kRope) mla_store(to + kLatent + tid, key / a.cache_scale);
+    if (holds && Latent::has(i)) mla_store(to + Latent::at(i), round_bf16(round_bf16(latent[i] * latent_inverse) * latent_norm[i]) / a.cache_scale);
+  if (holds && tid < kRope) mla_store(to + kLatent + tid, key / a.cache_scale);
 }

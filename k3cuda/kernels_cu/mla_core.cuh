@@ -83,6 +83,7 @@ struct MlaShape {
   using Cache = Cache_;
   static constexpr int kHeads = kHeads_, kLatent = kLatent_, kDim = kLatent_ + kRope_, kTiles = kTiles_, kRing = kRing_;
   static constexpr int kColumns = 8 * kTiles;
+  static constexpr bool kPartial = false;         // whether results stay partial also where a run has one chunk (mla_own.cuh)
   static constexpr int kSets = kTiles > 2 ? 1 : 2, kWeighers = 4 + 4 * kSets, kWarps = kWeighers + 8, kThreads = kWarps * kWarpSize;   // kWeighers: their first warp
   static constexpr int kKSteps = kDim / 16, kPair = Cache::kSteps;
   // A group of fewer tiles is multiplied by itself where that saves something: of the queries of a row alone, and of two tiles.

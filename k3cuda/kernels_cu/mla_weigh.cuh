@@ -133,7 +133,7 @@ K3_DEVICE void mla_weigh_item(const MlaAttend& a, MlaSmem<S>& m, int k, int warp
   // What is needed only now is read only now: registers are short above.
   const MlaItem& item = m.item[k & 1];
   if (item.end <= item.begin) return;   // no row of the group reaches the run's last chunk
-  if (item.chunks == 1) mla_finish<S, kUse>(a, m, item, k, own, o);
+  if (!S::kPartial && item.chunks == 1) mla_finish<S, kUse>(a, m, item, k, own, o);
   else mla_store_partial<S, kUse>(a, item, own, o);
 }
 
@@ -194,7 +194,7 @@ K3_DEVICE void mla_sum(const MlaAttend& a, MlaSmem<S>& m) {
       if (lane == 0) barrier_arrive(&m.weight_empty[buffer]);
     }
     if (lane_id() == 0) barrier_arrive(&m.sum_full[k & 3]);
-    if (item.chunks > 1 && item.end > item.begin)
+    if ((S::kPartial || item.chunks > 1) && item.end > item.begin)
       K3_ROLLED
       for (int column = lane_id(); column < item.columns; column += kWarpSize)
         a.top_sum[item.partial + column] = m.result[k & 3][column];

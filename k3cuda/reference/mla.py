@@ -7,7 +7,7 @@ import numpy as np
 
 from ..config import MLA_NORM_EPS, PAGE_SIZE
 from ..context_split import own_length
-from .numerics import F32, linear, linear_by_head, rms_norm, sigmoid, tree_sum
+from .numerics import F32, linear, linear_by_head, rms_norm, sigmoid
 
 
 def mla_in(m, w, b, op):
@@ -56,26 +56,6 @@ def mla_attend(m, w, b, op):
         p = np.exp(scores - scores.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         b.mla_o_latent[r] = p @ seen[:, :m.cfg.kv_lora_rank]
-
-
-def mla_attend_own(m, w, b, op):
-    """Of the rank's own positions and all heads of its group, [n, group's heads, latent + 2]: the weighted sum of latents, the largest score, which
-    weighs 1 in it, and the sum of weights. A row that sees none of them: 0, -inf, 0."""
-    latent = m.cfg.kv_lora_rank
-    for r, seen in seen_rows(m, b):
-        values, top, total = np.split(b.mla_own[r], [latent, latent + 1], axis=1)
-        scores = scores_of(m, b.mla_q_group[r], seen)
-        top[:] = scores.max(-1, keepdims=True, initial=-np.inf)
-        p = np.exp(scores - top)
-        total[:] = p.sum(-1, keepdims=True)
-        values[:] = p @ seen[:, :latent]
-
-
-def mla_merge(m, w, b, op):
-    """Mean latent [n, h, latent] of what the ranks of a group attended to, mla_owns [ranks, n, h, latent + 2]: sums over places, neighbours first."""
-    values, top, total = np.split(b.mla_owns, [m.cfg.kv_lora_rank, m.cfg.kv_lora_rank + 1], axis=-1)
-    weight = np.exp(top - top.max(0))
-    b.mla_o_latent[:] = tree_sum(values * weight) / tree_sum(total * weight)
 
 
 def seen_rows(m, b):

@@ -1,5 +1,6 @@
 """The standard decode backend: a kernel a stage, a step one CUDA graph, on one GPU."""
 from collections import Counter
+from contextlib import nullcontext
 from typing import Sequence
 
 import cupy
@@ -49,7 +50,7 @@ class CudaBackend(StepGraphs):
         probes: what a benchmark builds into the kernels; with `trace` launches note their times (cuda_trace.py).
         weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
         drafting: a draft model and how it is used; None: no speculation. draft_weights: as `weights` for it, with the rank's own arrays behind.
-        loading: how the weights are read.
+        loading: how the weights are read. carry, building: as CudaDraft.
     Raises:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
@@ -59,7 +60,8 @@ class CudaBackend(StepGraphs):
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True, dcp: int = 1,
-                 probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None, drafting: Drafting | None = None, draft_weights=upload_draft):
+                 probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None, drafting: Drafting | None = None, draft_weights=upload_draft,
+                 carry=None, building=nullcontext):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
@@ -81,7 +83,7 @@ class CudaBackend(StepGraphs):
             self._weights = upload(self.plan, source, tp, range(owned[0], owned[-1] + 1), device, loading)
         else:
             self._weights = [weights(self.plan, source, tp, r) for r in owned]
-        self.draft = drafting and CudaDraft(drafting, owned, tp, draft_weights, self._weights, device, self.stream, loading)
+        self.draft = drafting and CudaDraft(drafting, owned, tp, draft_weights, self._weights, device, self.stream, loading, carry, building)
         self._is_lent = False   # whether a caller has buffers
         self.counts = StepCounts()
         self.memories, self._io, self._accept = [], None, None

@@ -1,4 +1,7 @@
 """A draft model on a GPU, beside the memory of its target: context rows of committed rows, and blocks of drafts. A graph for each of both."""
+from contextlib import nullcontext
+from typing import Callable
+
 import cupy
 import numpy as np
 
@@ -57,20 +60,22 @@ class CudaDraft:
         ranks: those on this GPU, of `tp`. make: (plan, source, tp, rank, the target's arrays of that rank) -> (layer, stage) -> packed arrays.
         target_weights: for each of `ranks` what its target has: (layer, stage) -> packed arrays.
         device: `cuda_driver.Device`. stream: of the target's backend. loading: counts the seconds of compiling and capturing.
+        carry: (operation, memory, rows) -> what is launched in the place of a collective; None: collectives ride. building: a context around compiling.
 
     Attributes:
         block: operations of a proposal.
         places: slot -> its place among the sequences of the last proposal.
     """
 
-    def __init__(self, drafting: Drafting, ranks: list[int], tp: int, make, target_weights: list[dict], device, stream, loading: Loading):
+    def __init__(self, drafting: Drafting, ranks: list[int], tp: int, make, target_weights: list[dict], device, stream, loading: Loading,
+                 carry: Callable | None = None, building=nullcontext):
         self.cfg, self.num_drafts, self.device, self.stream, self._ranks, self._tp = drafting.source.cfg, drafting.num_drafts, device, stream, ranks, tp
         self.plan: DraftPlan = build_draft_plan(self.cfg, tp, drafting.num_drafts, drafting.block_rows)
         # How sure it is matters to a threshold alone.
         self._sure = self.cfg.confidence_head and drafting.confidence_threshold is not None
         self.block = tuple(op for op in self.plan.ops if self._sure or "draft_confidence" not in op.stage.outputs)
         self._weights = [make(self.plan, drafting.source, tp, rank, target) for rank, target in zip(ranks, target_weights)]
-        self._raw_stream, self._loading = stream.__cuda_stream__()[1], loading
+        self._raw_stream, self._loading, self._carry, self._building = stream.__cuda_stream__()[1], loading, carry, building
         self._kernels: dict[int, BucketKernels] = {}
         self._graphs: dict[tuple, object] = {}
         self.memories: list[RankMemory] = []
@@ -83,7 +88,7 @@ class CudaDraft:
         self.memories = [RankMemory(self.plan, *sizes, "bf16", {name: target.buffer(name) for name in ("page_table", "taps")}) for target in targets]
         for memory, arrays in zip(self.memories, self._weights):
             memory.weights = arrays
-        looped = len(self._ranks) < self._tp
+        looped = len(self._ranks) < self._tp and self._carry is None
         self._steps = [m.step_struct(r, self.memories, looped) for m, r in zip(self.memories, self._ranks)]
         self._inputs = HostCopy(self.memories[0])
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
@@ -146,18 +151,22 @@ class CudaDraft:
 
     def kernels(self, rows: int) -> BucketKernels:
         if rows not in self._kernels:
-            with self._loading.phase("compile"):
-                compiled = compile_bucket(self.plan, rows, "bf16", self.device.arch, sms=self.device.sms)
-            self._kernels[rows] = BucketKernels(self.plan, rows, compiled)
+            with self._building(), self._loading.phase("compile"):
+                compiled = compile_bucket(self.plan, rows, "bf16", self.device.arch, sms=self.device.sms, ride=self._carry is None)
+            self._kernels[rows] = BucketKernels(self.plan, rows, compiled, self._carry is None)
         return self._kernels[rows]
 
     def launches(self, ops: tuple[Op, ...], rows: int, first: int) -> list:
-        """Of every operation, rank after rank for each kernel; each may begin under the one before it. `first`: taps of the step's rows from there on."""
-        kernels, out = self.kernels(rows), []
+        """Of every operation, rank after rank for each kernel; each may begin under the one before it, if that cannot be a carrier's. `first`: taps of
+        the step's rows from there on."""
+        kernels, rides, out = self.kernels(rows), self._carry is None, []
         for op in ops:
-            for name, _ in launches_of(op.stage, self.plan, rows, True):
+            if op.stage.moves and not rides:
+                out += self._carry(op, self.memories[0], rows)
+                continue
+            for name, _ in launches_of(op.stage, self.plan, rows, rides):
                 for memory, step in zip(self.memories, self._steps):
-                    out.append(kernels.launch(name, step, memory.op_struct(op, first), self._raw_stream, dependent=bool(out)))
+                    out.append(kernels.launch(name, step, memory.op_struct(op, first), self._raw_stream, dependent=bool(out) and rides))
         return out
 
     def graph(self, ops: tuple[Op, ...], rows: int, first: int = 0):

@@ -129,6 +129,7 @@ class RankMemory:
         return array, pitch // array.shape[1], pitch
 
     def step_struct(self, rank: int, peers: list["RankMemory"], loopback: bool) -> ctypes.Structure:
+        """Where not all ranks are `peers`, this one stands in every place; with `loopback` it does so for the kernels, too."""
         s = step_type(self.tables.session)(arena=self.arena.data.ptr, rank=rank, loopback=loopback, mla_partials=self.mla_partials,
                                            **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
         if self.mla_work is not None:
@@ -136,7 +137,7 @@ class RankMemory:
         for name, array in self.session.items():
             setattr(s, f"{name}_base", array.data.ptr)
         for i in range(self.plan.tp):
-            s.peers[i] = (self if loopback else peers[i]).arena.data.ptr
+            s.peers[i] = (peers[i] if len(peers) == self.plan.tp else self).arena.data.ptr
         return s
 
     def op_struct(self, op: Op, first_row: int = 0, kv_scale: float = 1.0) -> OpStruct:

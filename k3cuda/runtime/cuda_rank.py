@@ -1,4 +1,4 @@
-"""The standard decode backend as one rank of several processes, a GPU each: what crosses ranks goes by NCCL. Not run on a GPU yet.
+"""The standard decode backend as one rank of several processes, a GPU each: what crosses ranks goes by NCCL.
 
 NCCL moves contiguous bytes, so what is cut by columns is packed before and spread behind it by 2D copies. All of it is captured in the step's
 graph. The exchange inside a kernel, over mapped peers, is to take its place where that is faster.
@@ -9,11 +9,12 @@ from typing import Callable
 import cupy
 
 from ..config import DECODE_ROWS
-from ..emit import MoveLayout, arena_offsets, layout_of
+from ..emit import MoveLayout, layout_of
 from ..errors import UsageError
-from ..stages import Move
+from ..plan import Op
 from .collectives import members
 from .cuda_backend import CudaBackend
+from .cuda_memory import RankMemory
 from .nccl import Communicator
 
 
@@ -21,32 +22,31 @@ class NcclMove:
     """One move of a collective, to be launched where a kernel would be.
 
     Args:
-        arena, target, source: address of the rank's arena, and offsets in it.
-        rows: of the step's bucket.
+        source, target: addresses.
         staging: address of room for `staging_bytes`.
         copy2d: (target, its pitch, source, its pitch, width, height), in the stream's order; addresses and bytes.
     """
 
-    def __init__(self, layout: MoveLayout, comm: Communicator, arena: int, source: int, target: int, rows: int, staging: int, stream: int, copy2d: Callable):
-        self.kernel, self._comm, self._stream, self._copy2d, self._rows, self._at = "nccl", comm, stream, copy2d, rows, layout
+    def __init__(self, layout: MoveLayout, comm: Communicator, source: int, target: int, staging: int, stream: int, copy2d: Callable):
+        self.kernel, self._comm, self._stream, self._copy2d, self._at = "nccl", comm, stream, copy2d, layout
         self._ranks = members(comm.rank, layout.ranks)
-        self._source, self._target, self._sent, self._got = arena + source, arena + target, staging, staging + rows * layout.slice * layout.ranks
+        self._source, self._target, self._sent, self._got = source, target, staging, staging + layout.rows * layout.slice * layout.ranks
 
     @staticmethod
-    def staging_bytes(layout: MoveLayout, rows: int) -> int:
+    def staging_bytes(layout: MoveLayout) -> int:
         """What is sent, to each rank where that differs, and what is received."""
-        return 2 * layout.ranks * rows * layout.slice
+        return 2 * layout.ranks * layout.rows * layout.slice
 
     def launch(self) -> None:
-        at, part = self._at, self._rows * self._at.slice
+        at, part = self._at, self._at.rows * self._at.slice
         if at.is_cut:
             for place in range(at.ranks):
-                self._copy2d(self._sent + place * part, at.slice, self._source + place * at.slice, at.source_row, at.slice, self._rows)
+                self._copy2d(self._sent + place * part, at.slice, self._source + place * at.slice, at.source_row, at.slice, at.rows)
             self._comm.all_to_all(self._sent, self._got, part, self._ranks, self._stream)
         else:   # a whole row is sent, and rows stand behind one another
             self._comm.gather(self._source, self._got, part, self._ranks, self._stream)
         for place in range(at.ranks):
-            self._copy2d(self._target + place * at.slot, at.target_row, self._got + place * part, at.slice, at.slice, self._rows)
+            self._copy2d(self._target + place * at.slot, at.target_row, self._got + place * part, at.slice, at.slice, at.rows)
 
 
 class CudaRank(CudaBackend):
@@ -61,13 +61,12 @@ class CudaRank(CudaBackend):
 
     def __init__(self, source, comm: Communicator, device: int, building=nullcontext, **options):
         self._comm, self.device_index, self._building, self._staging = comm, device, building, {}
-        super().__init__(source, comm.size, only_rank=comm.rank, ride=False, **options)
+        super().__init__(source, comm.size, only_rank=comm.rank, ride=False, carry=self._moves, building=building, **options)
         self._warm_up()
 
     def bind_cache(self, max_model_len: int | None) -> None:
-        self.ranks = "loopback"   # this rank's arena stands in every peer's place, and no kernel of ours looks there
+        self.ranks = "nccl"   # no loopback: a rank embeds its own tokens, and what the others have comes from them
         super().bind_cache(max_model_len)
-        self.ranks = "nccl"
 
     def _warm_up(self) -> None:
         """NCCL sets connections up when they are first used, which must not be while a graph is captured."""
@@ -85,16 +84,20 @@ class CudaRank(CudaBackend):
     def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False):
         """As CudaBackend, with NCCL in the place of collectives. Nothing begins under a launch before it, which may be NCCL's."""
         out = super().launches(what, bucket, overlap=False, follows=follows)
-        return [(op, self._moves(op.stage.moves, bucket) if op.stage.moves else group) for op, group in out]
+        return [(op, self._moves(op, self.memories[0], bucket) if op.stage.moves else group) for op, group in out]
 
-    def _moves(self, moves: tuple[Move, ...], bucket: int) -> list[NcclMove]:
-        memory, offsets = self.memories[0], arena_offsets(self.plan)[0]
-        return [NcclMove(layout, self._comm, memory.arena.data.ptr, offsets[m.source], offsets[m.target], bucket, self._room(layout, bucket),
-                         self._raw_stream, self._copy2d) for m in moves for layout in [layout_of(m, self.tp, memory.tables)]]
+    def _moves(self, op: Op, memory: RankMemory, rows: int) -> list[NcclMove]:
+        """What takes the place of a collective on the memory of the target or of its draft, in a step of up to `rows` rows."""
+        out, arena, at = [], memory.arena.data.ptr, memory.offsets
+        for m in op.stage.moves:
+            layout = layout_of(m, memory.plan, memory.tables, rows)
+            source, target = arena + at[m.source] + op.kind_index * layout.source_layer, arena + at[m.target] + op.kind_index * layout.target_layer
+            out.append(NcclMove(layout, self._comm, source, target, self._room(layout), self._raw_stream, self._copy2d))
+        return out
 
-    def _room(self, layout: MoveLayout, bucket: int) -> int:
+    def _room(self, layout: MoveLayout) -> int:
         """Staging by size: moves follow one another in the stream, so those of one size share theirs."""
-        size = NcclMove.staging_bytes(layout, bucket)
+        size = NcclMove.staging_bytes(layout)
         if size not in self._staging:
             self._staging[size] = cupy.empty(size, cupy.uint8)
         return self._staging[size].data.ptr

@@ -1,4 +1,4 @@
-"""NCCL by ctypes: it moves bytes between the GPUs of a job, and never adds. Not run on a GPU yet.
+"""NCCL by ctypes: it moves bytes between the GPUs of a job, and never adds.
 
 The library comes with a wheel, and is loaded at its first use; making an id needs no GPU.
 """

@@ -71,16 +71,14 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto"
             for name, value, most in (("tp", tp, None), ("dcp", dcp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
                 _check_count(name, value, most)
             check_dcp(tp, dcp)
-            if dcp > 1 and chosen == STANDARD:
-                raise UsageError(f"dcp: found {dcp} with decode_backend {chosen!r}, whose ranks each hold the whole cache in this version", f"use a dcp of 1, or {REFERENCE!r}")
+            if dcp > 1 and chosen == STANDARD and draft_model is not None:
+                raise UsageError(f"dcp: found {dcp} with a draft_model and decode_backend {chosen!r}, whose drafts need a cache that is whole in this version",
+                                 f"use a dcp of 1, leave the draft out, or use {REFERENCE!r}")
             most = DECODE_ROWS - (max_batch or DEFAULT_BATCH)
             if not isinstance(prefix_cache, int) or isinstance(prefix_cache, bool) or not 0 <= prefix_cache <= most:
                 raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {most}, which with max_batch makes {DECODE_ROWS}")
             loading = Loading(choice("load_mode", load_mode, MODES), load_progress)
             drafting = check_options(drafting, draft_model is not None)
-            if draft_model is not None and chosen != REFERENCE and job:
-                raise UsageError(f"draft_model: found {str(draft_model)!r:.80} with decode_backend {chosen!r} on ranks in processes of their own, which "
-                                 "cannot draft in this version", f"leave it out, run all ranks in one process, or use {REFERENCE!r}")
             checkpoint, draft = _open_checkpoints(model, draft_model, tp, chosen == REFERENCE)
             drafting = Drafting(draft, **drafting) if draft else None
             max_batch = max_batch or min(DEFAULT_BATCH, drafting.max_batch if drafting else DEFAULT_BATCH)
@@ -168,7 +166,7 @@ def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: 
 
         def on_gpu(*_):
             open_device(job.device)
-            return CudaRank(checkpoint, job.communicator(), job.device, job.building, **{name: value for name, value in options.items() if name != "tp"})
+            return CudaRank(checkpoint, job.communicator(), job.device, job.building, drafting=drafting, **{name: value for name, value in options.items() if name != "tp"})
 
         return job.load(on_gpu)
     from .numpy_backend import NumpyBackend, fitting_length

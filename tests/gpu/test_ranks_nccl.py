@@ -1,5 +1,5 @@
 """The standard path as several processes with real NCCL, on as many GPUs as there are; all on one by the test switch where they are fewer than
-ranks. Every rank draws the same tokens, and logits have the bytes of one rank. Not run yet."""
+ranks. Every rank draws the same tokens, and logits have the bytes of one rank; where ranks hold the cache together, those of virtual ranks that do."""
 import json
 import subprocess
 import sys
@@ -11,26 +11,52 @@ pytestmark = pytest.mark.gpu
 pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
 
 from command import ENVIRONMENT, ROOT  # noqa: E402
+from models import relative  # noqa: E402
 
 from k3cuda.runtime.machine import probe_driver  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 from k3cuda.runtime.write_checkpoint import write_checkpoint  # noqa: E402
 
-TOKENS = {1: 200, 2: 200, 4: 200, 8: 8, 16: 8}   # on one GPU a collective of 8 or 16 ranks takes 0.2 to 0.6 s
+# Teacher-forced logits of `forced` tokens; then a slot that takes steps of so many rows as `before` says, a verify step of four rows of which two stand,
+# and the step behind it; then `tokens` drawn tokens behind each of `prompts`, with `drafts` drafts a step.
 SCRIPT = """
 import json, sys
 import numpy as np
 from k3cuda import LLM, SamplingParams
-folder, tp, count, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-ids = np.random.default_rng(1).integers(0, 300, count)
-with LLM(folder, tp=tp, ranks="processes" if tp > 1 else "virtual", decode_backend="standard", max_model_len=256, max_batch=2) as llm:
-    np.save(out, llm.logits(ids))
-    params = [SamplingParams(max_tokens=count, seed=5, ignore_eos=True), SamplingParams(max_tokens=count // 2, temperature=0, ignore_eos=True)]
-    tokens = [o.token_ids for o in llm.generate([[5, 80, 200], [7] * 70], params)]
-    held = sum(a.nbytes for arrays in llm.backend._weights[0].values() for a in arrays)
-    print(json.dumps({"ranks": llm.backend.ranks, "tokens": tokens, "bytes": held}))
+from k3cuda.runtime.backend import StepRows
+model, out, tp, dcp, forced, before, drafts, prompts, tokens = json.loads(sys.argv[1])
+ids = np.random.default_rng(1).integers(0, 300, 200).astype(np.int32)
+draft = {"draft_model": "demo-draft", "num_drafts": drafts} if drafts else {}
+ranks = "processes" if out.endswith("processes.npy") else "virtual"
+with LLM(model, tp=tp, dcp=dcp, ranks=ranks, decode_backend="standard", max_model_len=256, max_batch=2, **draft) as llm:
+    be, found, done = llm.backend, [llm.logits(ids[:forced])] if forced else [], 0
+    be.open_slot(0, range(be.num_pages // 2))
+    for n, stand in [*([n, n] for n in before), (4, 2), (4, 4)]:
+        be.step(StepRows(ids[done:done + n], np.zeros(n, np.int32), np.arange(done, done + n, dtype=np.int32), np.arange(n, dtype=np.int32)))
+        found.append(np.array(be.logits()))
+        be.commit(np.arange(n) < stand)
+        done += stand
+    np.save(out, np.concatenate(found))
+    params = [SamplingParams(max_tokens=tokens, seed=5, temperature=float(i == 0), ignore_eos=True) for i in range(len(prompts))]
+    outputs = llm.generate(prompts, params) if prompts else []
+    held = sum(a.nbytes for arrays in be._weights[0].values() for a in arrays)
+    print(json.dumps({"ranks": be.ranks, "tokens": [o.token_ids for o in outputs], "bytes": held, "cache": be.buffer("mla_cache").nbytes,
+                      "proposed": sum(o.stats.speculative.proposed for o in outputs if drafts)}))
 """
+PROMPTS = [[5, 80, 200], [7] * 70]
+# Ranks -> tokens that are teacher-forced, prompts, tokens drawn behind each: on one GPU a collective of 8 or 16 ranks takes 0.2 to 0.6 s.
+STEPS = {2: (60, PROMPTS, 200), 4: (60, PROMPTS, 200), 8: (8, [], 0), 16: (8, [], 0)}
+LIMIT = 2e-3   # of caches that are split against whole ones: see test_standard_split.py
+
+
+def launch(model, out, tp, *asked) -> tuple[np.ndarray, dict]:
+    """(logits, what the script says). `out`: a path that ends with "processes.npy" where ranks are processes."""
+    share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp and str(out).endswith("processes.npy") else {}
+    words = json.dumps([str(model), str(out), tp, *asked])
+    done = subprocess.run([sys.executable, "-c", SCRIPT, words], env=ENVIRONMENT | share, cwd=ROOT, capture_output=True, timeout=1200)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    return np.load(out), json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +69,45 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """tp, tokens -> (logits, what the script says), each once."""
+    """`launch` of (ranks' kind, model or None for the made one, what `launch` takes behind its `out`), each once."""
     found = {}
 
-    def run(tp, count):
-        if (tp, count) not in found:
-            out = folder.parent / f"{tp}-{count}.npy"
-            share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp else {}
-            done = subprocess.run([sys.executable, "-c", SCRIPT, folder, str(tp), str(count), out], env=ENVIRONMENT | share, cwd=ROOT, capture_output=True, timeout=540)
-            assert done.returncode == 0, done.stderr.decode()[-3000:]
-            found[tp, count] = np.load(out), json.loads(done.stdout)
-        return found[tp, count]
+    def run(kind, model, *asked):
+        key = json.dumps([kind, model, *asked])
+        if key not in found:
+            found[key] = launch(model or folder, folder.parent / f"{len(found)}-{kind}.npy", *asked)
+        return found[key]
 
     return run
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8, 16])
 def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, runs):
-    (logits, said), (wanted, alone) = runs(tp, TOKENS[tp]), runs(1, TOKENS[tp])
+    """Also of rows that are verified and in part rejected, and of those behind them."""
+    forced, prompts, tokens = STEPS[tp]
+    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, forced, [8], 0, prompts, tokens) for kind, n in (("processes", tp), ("virtual", 1)))
     assert said["ranks"] == "nccl" and alone["ranks"] == "virtual"
     assert logits.tobytes() == wanted.tobytes() and np.isfinite(logits).all()
     assert said["tokens"] == alone["tokens"]   # the processes compare theirs among themselves
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_draft_the_same(tp, runs):
+    """A draft cut over the same ranks: drafts, verdicts and tokens of one rank."""
+    (logits, said), (wanted, alone) = (runs(kind, "demo", n, 1, 20, [8], 3, PROMPTS, 60) for kind, n in (("processes", tp), ("virtual", 1)))
+    assert said["ranks"] == "nccl" and logits.tobytes() == wanted.tobytes()
+    assert said["tokens"] == alone["tokens"] and said["proposed"] == alone["proposed"] > 60
+
+
+@pytest.mark.parametrize("tp, dcp", [(2, 2), (4, 2), (4, 4)])
+def test_ranks_hold_the_cache_together(tp, dcp, runs):
+    asked = 4, [60, 60], 0, PROMPTS, 40
+    (logits, said), (wanted, alone), (whole, all_of_it) = (runs(kind, None, tp, n, *asked) for kind, n in (("processes", dcp), ("virtual", dcp), ("virtual", 1)))
+    assert said["ranks"] == "nccl" and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
+    assert 0 < relative(logits, whole) < LIMIT and said["cache"] * dcp == all_of_it["cache"]
+
+
 def test_sixteen_ranks_hold_half_of_what_eight_hold(runs):
     """But for what is whole on every rank, which in a small model is more than in the release."""
-    eight, sixteen = (runs(tp, 8)[1]["bytes"] for tp in (8, 16))
+    eight, sixteen = (runs("processes", None, tp, 1, 8, [8], 0, [], 0)[1]["bytes"] for tp in (8, 16))
     assert 0.5 <= sixteen / eight < 0.7

@@ -29,17 +29,17 @@ template <> struct Unit<1002> { typedef u16 type; };
 
 // kSource, kTarget: offsets in the arena. kSlice: bytes of one row that a rank sends. kSourceRow, kTargetRow: bytes between rows there.
 // kSlot: bytes between ranks' places in the target. kCut: the slice that is sent depends on who receives it (scatter). kOf: neighbours that take
-// part, all ranks or a group.
+// part, all ranks or a group. Behind the offsets: where the operation's layer begins.
 template <size_t kSource, size_t kTarget, int kRowsOf, int kSlice, int kSourceRow, int kTargetRow, size_t kSlot, bool kCut, int kOf>
-K3_DEVICE void move(const Step& s) {
+K3_DEVICE void move(const Step& s, size_t source_layer = 0, size_t target_layer = 0) {
   typedef typename Unit<kSlice>::type T;
   constexpr int kUnits = kSlice / sizeof(T), kAll = kOf * kRowsOf * kUnits;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < kAll; i += gridDim.x * blockDim.x) {
     int unit = i % kUnits, row = i / kUnits % kRowsOf, other = i / kUnits / kRowsOf, peer = s.rank / kOf * kOf + other;
     // Looped back, the one rank stands for all: it fills every place of its own target.
     int place = s.loopback ? other : s.rank % kOf, cut = kCut ? other : 0;
-    const T* from = (const T*)(s.arena + kSource + size_t(row) * kSourceRow + size_t(cut) * kSlice) + unit;
-    T* to = (T*)(s.peers[peer] + kTarget + size_t(row) * kTargetRow + place * kSlot) + unit;
+    const T* from = (const T*)(s.arena + kSource + source_layer + size_t(row) * kSourceRow + size_t(cut) * kSlice) + unit;
+    T* to = (T*)(s.peers[peer] + kTarget + target_layer + size_t(row) * kTargetRow + place * kSlot) + unit;
     *to = *from;
   }
 }

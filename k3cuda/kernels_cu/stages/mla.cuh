@@ -2,6 +2,7 @@
 #pragma once
 #include "mla_attend.cuh"
 #include "mla_combine.cuh"
+#include "mla_own.cuh"
 #include "stages/common.cuh"
 
 namespace stage {
@@ -37,12 +38,14 @@ struct mla_norm : StageDefaults {
   static constexpr int kBlocks = kRows, kThreads = 512;
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ float leaf[2][16];
-    mla_write<kv_t, kQLoraRank, kQLatentNormLeaves, kKvLoraRank, kKvLatentNormLeaves, kQkRopeHeadDim>(
+    mla_write<kv_t, kQLoraRank, kQLatentNormLeaves, kKvLoraRank, kKvLatentNormLeaves, kQkRopeHeadDim, kGroup>(
         {mla_rows(s, op), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
         leaf, blockIdx.x, [] {
           grid_wait();
           grid_launch_next();
-        });
+        }, s.rank % kGroup);
+    if constexpr (kGroup > 1)
+      if (threadIdx.x == 0) mla_own_last(s)[blockIdx.x] = mla_own_length(row_position(s)[blockIdx.x] + 1, s.rank % kGroup, kGroup) - 1;
   }
 };
 

@@ -30,6 +30,9 @@ from k3cuda.weights import MMA_K, tree_leaves  # noqa: E402
 TP = 16
 ROTATE = 400 << 20   # bytes of weights that a timing walks through: many times the L2
 ROWS = {1: (1, 8), 2: (16,), 4: (32,), 8: (64,)}   # token tiles of 8 -> row counts timed with them
+# Layouts of many_core.cuh around the one in use: blocks of a cluster, warps along leaves, tiles of a warp, inbox in place of tokens, steps of a copy.
+MANY = {"many": "", "many, inbox apart": ", 8, 0, 0, false", "many, one tile": ", 8, 0, 1", "many, two tiles": ", 8, 0, 2", "many, leaves by warp": ", 8, 2, 0",
+        "many, copies of 4": ", 8, 0, 0, true, 4", "many, leaves by warp, 4 tiles": ", 8, 2, 4"}
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,12 @@ def shapes() -> list[Shape]:
 
 
 def layouts(shape: Shape, nt: int, tune: bool) -> dict[str, str]:
-    """Layout -> C++ type. "used" is what kernels_cu/row_shape.cuh chooses; --tune adds others around it."""
-    found = {"used": f"RowAuto<{shape.tiles}, {shape.leaves}, {shape.steps}, {nt}, {str(shape.pair).lower()}>"}
+    """Layout -> C++ type: what kernels_cu/row_shape.cuh and, for more tokens, many_core.cuh choose; --tune adds others around them."""
+    found = {"row": f"RowAuto<{shape.tiles}, {shape.leaves}, {shape.steps}, {nt}, {str(shape.pair).lower()}>"}
+    if nt > 1:
+        for label, more in MANY.items() if tune else [("many", "")]:
+            if shape.leaves == 16 or ", 8, 2" not in more:
+                found[label] = f"ManyShape<{shape.tiles}, {shape.leaves}, {shape.steps}, {nt}, 1, 132{more}>"
     if not tune:
         return found
     if shape.leaves == 16:
@@ -99,7 +106,8 @@ def unit(shape: Shape, nt: int, tune: bool):
     kernels = {f"k{i}_{nt}": layout for i, layout in enumerate(layouts(shape, nt, tune).items())}
     lines = ["#define K3_BENCH_SMS 132", '#include "bench_core.cuh"']
     for name, (_, kind) in kernels.items():
-        lines += [f"typedef {kind} {name}_shape;", f"K3_BENCH_ROWS({name}, {shape.tiles}, {name}_shape)"]
+        macro = f"K3_BENCH_MANY({name}, {name}_shape)" if kind.startswith("Many") else f"K3_BENCH_ROWS({name}, {shape.tiles}, {name}_shape)"
+        lines += [f"typedef {kind} {name}_shape;", macro]
     return "\n".join(lines) + "\n", {name: layout for name, (layout, _) in kernels.items()}
 
 

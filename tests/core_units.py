@@ -11,15 +11,18 @@ PRODUCTS = {
     "narrow": (40, 16, 2, "RowShape<16, 2, 1, {nt}, 4, 1, 1, 4096>"),
     "direct": (40, 16, 2, "RowShape<16, 2, 2, {nt}, 8, 1, 1, 0>"),
     "streamed": (40, 16, 2, "RowShape<16, 2, 1, {nt}, 16, 1, 1, 16384, false>"),
+    "many": (40, 16, 2, "ManyShape<3, 16, 2, {nt}, 1, 32>"),
+    "many_turns": (330, 16, 3, "ManyShape<21, 16, 3, {nt}, 1, 8>"),     # one cluster, two turns, the inbox apart
+    "many_blocks": (330, 4, 6, "ManyShape<21, 4, 6, {nt}, 1, 1, 1>"),   # no clusters; tiles of a warp in turns of two and of one
 }
-ON_HOST = ("one_leaf", "two_leaves", "narrow", "direct", "streamed")   # no clusters
+ON_HOST = ("one_leaf", "two_leaves", "narrow", "direct", "streamed", "many_blocks")   # no clusters
 
 
 def row_source(name: str, nt: int) -> str:
     rows, _, _, layout = PRODUCTS[name]
-    tiles = repack.tiles_of(rows)
+    kernel = f"{name}_{nt}, {name}_{nt}_shape" if name.startswith("many") else f"{name}_{nt}, {repack.tiles_of(rows)}, {name}_{nt}_shape"
     return (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef {layout.format(nt=nt)} {name}_{nt}_shape;\n'
-            f"K3_BENCH_ROWS({name}_{nt}, {tiles}, {name}_{nt}_shape)\n")
+            f"K3_BENCH_{'MANY' if name.startswith('many') else 'ROWS'}({kernel})\n")
 
 
 def row_case(name: str, seed: int = 0):

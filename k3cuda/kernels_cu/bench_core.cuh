@@ -2,6 +2,7 @@
 #pragma once
 #include "ceiling.cuh"
 #include "expert_core.cuh"
+#include "many_core.cuh"
 
 // Random BF16 pairs of magnitude 2^-6 to 2 (mode 0), random words (mode 1), or random bytes from 175 to 190 (mode 2: factor exponents).
 extern "C" __global__ void fill(u32* p, size_t n, u32 seed, int mode) {
@@ -21,6 +22,17 @@ extern "C" __global__ void fill(u32* p, size_t n, u32 seed, int mode) {
     });                                                                                                                      \
   }                                                                                                                          \
   K3_LAUNCH_INFO(NAME, TILES, K3_BENCH_SMS, __VA_ARGS__)
+
+#define K3_BENCH_MANY(NAME, ...)                                                                                             \
+  extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, 1)                                                     \
+      NAME(const uint4* w, int, const bf16* x, int stride, int rows, float* y, int outputs) {                                \
+    K3_DYN_SMEM(u8, smem);                                                                                                   \
+    many_product<__VA_ARGS__>(w, x, stride, smem, [&](int row, int token, float v) {                                         \
+      if (row < outputs && token < rows) y[size_t(token) * outputs + row] = v;                                               \
+    });                                                                                                                      \
+  }                                                                                                                          \
+  extern "C" __constant__ int NAME##_launch[4] = {__VA_ARGS__::kClusters * __VA_ARGS__::kCS, __VA_ARGS__::kThreads,   \
+                                                   __VA_ARGS__::kFits ? __VA_ARGS__::kSmem : 1 << 30, __VA_ARGS__::kCS};
 
 #define K3_BENCH_EXPERTS(NAME, MIN_UP, MIN_DOWN, UP, DOWN)                                                                   \
   extern "C" __global__ void __launch_bounds__(UP::kThreads, MIN_UP)                                                         \

@@ -45,6 +45,7 @@ K3_DEVICE void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 #ifdef K3_HOST_SHIM
 inline void send(float* local, u32, float v, u64*) { *local = v; }
+inline void send4(f32x4* local, u32, const f32x4& v, u64*) { *local = v; }
 inline void inbox_wait(u64*, u32) { __syncthreads(); }
 inline void inbox_expect(u64*, u32) {}
 #else
@@ -55,6 +56,14 @@ K3_DEVICE void send(float* local, u32 rank, float v, u64* inbox) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bar) : "r"(shared_address(inbox)), "r"(rank));
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
                ::"r"(there), "r"(__float_as_uint(v)), "r"(bar) : "memory");
+}
+// The same of 16 bytes.
+K3_DEVICE void send4(f32x4* local, u32 rank, const f32x4& v, u64* inbox) {
+  u32 there, bar;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(local)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bar) : "r"(shared_address(inbox)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+               ::"r"(there), "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)), "r"(bar) : "memory");
 }
 // As barrier_wait, but what other blocks of the cluster sent is visible afterwards.
 K3_DEVICE void inbox_wait(u64* inbox, u32 parity) {

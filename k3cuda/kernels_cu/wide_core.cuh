@@ -93,9 +93,9 @@ K3_DEVICE void wide_tokens(const bf16* x, int stride, uint4* shared) {
 }
 
 // One leaf of `count` tiles against every token of the block.
-template <class S>
-K3_DEVICE void wide_leaf(float (&c)[S::kMT][S::kNT][4], WideRing<S>& ring, const uint4* x, int count) {
-  constexpr int kBatch = 8;   // token tiles whose loads are on their way together; more would not fit the registers
+template <class S, class Ring>
+K3_DEVICE void wide_leaf(float (&c)[S::kMT][S::kNT][4], Ring& ring, const uint4* x, int count) {
+  constexpr int kBatch = min_of(8, S::kNT);   // token tiles whose loads are on their way together; more would not fit the registers
   K3_UNROLL
   for (int i = 0; i < S::kMT * S::kNT * 4; ++i) (&c[0][0][0])[i] = 0.f;
 #pragma unroll 1

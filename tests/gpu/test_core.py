@@ -58,7 +58,7 @@ def test_rows(device, name):
 
 def test_layouts_of_one_product_agree(device):
     results = set()
-    for name in ("auto", "narrow", "direct", "streamed"):
+    for name in ("auto", "narrow", "direct", "streamed", "many"):
         packed, x, want = u.row_case(name)
         y = cp.full((64, want.shape[1]), cp.nan, cp.float32)
         run_rows(device, name, 8, cp.asarray(packed), cp.asarray(x), 0, 64, y)

@@ -3,7 +3,7 @@
 #include "buffers.cuh"
 #include "exchange.cuh"
 #include "situ.cuh"
-#include "wide_core.cuh"
+#include "many_core.cuh"
 
 // kBlocks x kBlocksY x kBlocksZ blocks of kThreads threads in clusters of kCluster, kSmem bytes of shared memory, kResident blocks an SM.
 struct StageDefaults {
@@ -48,9 +48,11 @@ struct ProductStage : StageDefaults {
   typedef RowAuto<kTotal, kLeaves, kSteps, kSlice <= kTokenTile ? 1 : kSlice / kTokenTile, kPair, kSms> Shape;
   typedef WideShape<kTotal, kLeaves, kSteps, max_of(kTokens, kDecodeRows)> Wide;
   static constexpr bool kIsWide = kOnce && kTokens > kDecodeRows && Wide::kFits && !(kPair && kLeaves == 1);
-  static constexpr int kBlocks = kIsWide ? wide_blocks<Wide>(kSms) : row_blocks<Shape>(kTotal, kSms), kBlocksZ = kIsWide ? 1 : kTokens / kSlice,
-                       kThreads = kIsWide ? Wide::kThreads : Shape::kThreads, kCluster = kIsWide ? 1 : Shape::kCS,
-                       kSmem = kIsWide ? Wide::kSmem : Shape::kSmem;
+  typedef ManyShape<kTotal, kLeaves, kSteps, max_of(kSlice / kTokenTile, 1), kPair ? 2 : 1, kSms> Many;
+  static constexpr bool kIsMany = !kIsWide && kOnce && kSlice > kTokenTile && (kLeaves == 16 || (kLeaves == 1 && kSteps > 32)) && Many::kFits;
+  static constexpr int kBlocks = kIsWide ? wide_blocks<Wide>(kSms) : kIsMany ? Many::kBlocks : row_blocks<Shape>(kTotal, kSms),
+                       kBlocksZ = kIsWide ? 1 : kTokens / kSlice, kThreads = kIsWide ? Wide::kThreads : kIsMany ? Many::kThreads : Shape::kThreads,
+                       kCluster = kIsWide ? 1 : kIsMany ? Many::kCS : Shape::kCS, kSmem = kIsWide ? Wide::kSmem : kIsMany ? Many::kSmem : Shape::kSmem;
   static constexpr int kSumBlocks = kIsWide ? wide_sum_blocks<Wide, kPair>() : 0;   // 0: there is no second kernel
 };
 
@@ -71,7 +73,10 @@ K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride,
     else if constexpr (!Kernel::kAdds) wide_product<typename S::Wide>(w, x, stride, (f32x4*)product_work(s), smem, epilogue);
   } else if constexpr (!Kernel::kAdds) {
     const int first = S::kBlocksZ > 1 ? int(blockIdx.z) * S::kSlice : 0;
-    if constexpr (S::kPair)
+    if constexpr (S::kIsMany)
+      many_product<typename S::Many>(w, x + size_t(first) * stride, stride, smem,
+                                     [&](int row, int token, auto... v) { epilogue(row, first + token, v...); }, others);
+    else if constexpr (S::kPair)
       row_product<typename S::Shape, true>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
                                            [&](int row, int token, float even, float odd) { epilogue(row, first + token, even, odd); }, others);
     else

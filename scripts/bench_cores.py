@@ -23,9 +23,12 @@ D, HEADS, LAYERS, HIDDEN, LATENT, PARTS = 128, 6, 69, 7168, 3584, 16
 C = HEADS * D
 RESIDENT = 96 << 20   # bytes of states that launches rotate over: more than any L2 here
 MIXES = ((8, 2, 256, 2), (8, 2, 384), (8, 2, 512), (4, 2, 384), (4, 2, 512), (2, 2, 384), (2, 2, 256), (1, 2, 512), (1, 4, 384), (1, 4, 256))
-COMMITS = ((1, 2), (2, 2), (4, 2), (4, 2, 256))
+COMMITS = ((1, 2), (2, 2), (4, 2), (4, 2, 256), (1, 4, 256, 2))
+MIDDLE, PARTS_OF_ROWS = ck.kda_rows(), 22
 NORMS = ((HIDDEN, 16, PARTS, 8, 16, 448), (HIDDEN, 16, PARTS, 8, 8, 448), (HIDDEN, 16, PARTS, 8, 8, 896), (HIDDEN, 16, PARTS, 8, 16, 224),
-         (HIDDEN, 16, 1, 8, 16, 448), (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448))
+         *((HIDDEN, 16, parts, 8, *s) for parts in (PARTS, 1) for s in ((8, 448, 2), (8, 256, 3), (8, 256, 4), (4, 448, 2), (2, 448, 1))),
+         (HIDDEN, 16, 1, 8, 16, 448), (HIDDEN, 16, 1, 8, 8, 448), (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448),
+         *((LATENT, 16, parts, 0, 8, 256) for parts in (PARTS, 1)))
 ROUTES = (128, 256, 512)   # threads
 LISTS = ((8, 384), (64, 384), (64, 1024), (256, 1024))
 WAIT = """extern "C" __global__ void spacer(int cycles) {
@@ -90,6 +93,9 @@ def bench_mix(b):
         for s in MIXES:
             b.line(f"kda_mix {s}, {rows} rows of {sequences}", ck.kda_mix(*s), (HEADS * s[0], rows), calls, nbytes,
                    ck.kda_mix_shared(s[0]))
+        if rows > 8:
+            b.line(f"kda_rows, {rows} rows of {sequences}", MIDDLE, HEADS * PARTS_OF_ROWS, [[c[0], ctypes.c_int(PARTS_OF_ROWS)] for c in calls], nbytes,
+                   ck.KDA_ROWS_SHARED)
 
 
 def bench_commit(b):
@@ -111,7 +117,7 @@ def bench_norm(b):
     for rows in (1, 8, 64):
         slots = cp.arange(rows, dtype=cp.int32)
         for s in NORMS:
-            n, _, parts, blocks, cluster, _ = s
+            n, _, parts, blocks, cluster, threads, *resident = s
             sets = []
             for _ in range(4):
                 keep = dict(row_slot=slots, row_map=None, rows=rows, part_rows=rows, parts=uniform(parts, rows, n), hidden=uniform(rows, n) if blocks else None,
@@ -119,7 +125,7 @@ def bench_norm(b):
                             weight=bf16(n), out=bf16(rows, n), eps=1e-5)
                 sets.append([ck.fill(ck.NormRow, **keep, hidden_out=keep["hidden"])])
             nbytes = rows * n * (4 * (parts + blocks + (2 if blocks else 0)) + 2) + n * (2 + (4 if blocks else 0))
-            b.line(f"norm {n}, {parts} parts, {blocks} blocks, {cluster} x {s[5]}, {rows} rows", ck.norm_row(*s), rows * cluster, sets * 16, nbytes,
+            b.line(f"norm {n}, {parts} parts, {blocks} blocks, {cluster} x {threads}, {resident[0] if resident else 1} an SM, {rows} rows", ck.norm_row(*s), rows * cluster, sets * 16, nbytes,
                    ck.norm_shared(*s))
 
 
@@ -138,7 +144,7 @@ def bench_route(b):
                 b.line(f"list of {most}, {threads} threads, {rows} rows", ck.list_experts(896, 16, most, threads), 1, [args] * 64, rows * 128)
 
 
-PARTS_OF_BENCH = {"kda": ([ck.kda_mix(*s) for s in MIXES], bench_mix), "commit": ([ck.kda_commit(*s) for s in COMMITS], bench_commit),
+PARTS_OF_BENCH = {"kda": ([MIDDLE, *(ck.kda_mix(*s) for s in MIXES)], bench_mix), "commit": ([ck.kda_commit(*s) for s in COMMITS], bench_commit),
                   "norm": ([ck.norm_row(*s) for s in NORMS], bench_norm),
                   "route": ([ck.route(896, 16, s) for s in ROUTES] + [ck.list_experts(896, 16, *s) for s in LISTS], bench_route)}
 

@@ -55,11 +55,13 @@ def build(tmp_path_factory):
 
 
 def test_kda(build, monkeypatch):
-    cores = build([gpu_kda.MIXES[1, 4, 512], *gpu_kda.WIDE, gpu_kda.MIXES[1, 2, 512], gpu_kda.COMMITS[4, 2], gpu_kda.COMMITS[2, 2]])
+    cores = build([gpu_kda.MIXES[1, 4, 512], *gpu_kda.WIDE, gpu_kda.ROWS, gpu_kda.MIXES[1, 2, 512], gpu_kda.COMMITS[4, 2], gpu_kda.COMMITS[2, 2]])
     gpu_kda.test_mix_matches_reference(cores, 1, 30)
     gpu_kda.test_chunks_and_commits_give_the_bytes_of_single_rows(cores, 1, (3, 9, 8))
     monkeypatch.setattr(gpu_kda, "MIXES", {(1, 4, 512): gpu_kda.MIXES[1, 4, 512]})
     gpu_kda.test_a_wide_steps_kernels_give_the_same_bytes(cores, 1, 55)
+    gpu_kda.test_a_step_of_many_rows_gives_the_same_bytes(cores, 1, 55, 3)
+    gpu_kda.test_a_step_of_many_rows_gives_the_same_bytes(cores, 1, 32, 22)
     gpu_kda.test_commit_bytes_do_not_depend_on_launch(cores, (2, 2), 2)
 
 

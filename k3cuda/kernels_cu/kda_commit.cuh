@@ -34,6 +34,7 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
   float unused[S::kCols];
   const int length = kda_sequence_rows(m.row_slot, a.rows, first, slot);
   int accepted = 0, last[S::kHistory];          // rows of the newest accepted inputs, newest last
+#pragma unroll 1
   for (int r = first; r < first + length; r += S::kBatch) {
     const int left = first + length - r, n = left < S::kBatch ? left : S::kBatch;
     u32 take = __ballot_sync(kFullWarp, lane_id() < n && m.row_accepted[lane_id() < n ? r + lane_id() : first] != 0);
@@ -49,6 +50,7 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
       if (lane_id() == 0) m.beta[i] = a.beta[(row0 + r + i) * a.heads + head];
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = 0; i < n; ++i) {
       if (!(take >> i & 1)) continue;
       if (holder) state.template advance<false>(m.k[i], m.fade[i], m.v[i], m.beta[i], unused);

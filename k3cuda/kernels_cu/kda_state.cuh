@@ -50,6 +50,18 @@ struct KdaState {
       else v[0] = *p;
     });
   }
+  // From pieces of four keys, `stride` apart in shared memory, of a whole head.
+  K3_DEVICE void load_pieces(const float* pieces, int stride) {
+    K3_UNROLL
+    for (int j = 0; j < S::kRuns; ++j)
+      K3_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        static_assert(S::kCols == 4, "a thread's columns of a key are one vector");
+        f32x4 t = load4(pieces + (j * S::kGroups + group()) * stride + i * S::kDim + column());
+        float(&v)[S::kCols] = s[4 * j + i];
+        v[0] = t.x, v[1] = t.y, v[2] = t.z, v[3] = t.w;
+      }
+  }
   K3_DEVICE void store(float* slice) {
     each([&](float (&v)[S::kCols], int key) {
       float* p = slice + size_t(key) * S::kDim + column();

@@ -19,6 +19,48 @@ struct KdaGatesSmem {
   bf16 before[S::kBatch][S::kHistory][S::kChannels];   // the conv's inputs before each row, oldest first
 };
 
+// The conv's inputs before n rows from `first` on, of whatever sequences; bit r of `live`: row r is no padding.
+template <class S>
+K3_DEVICE void kda_before(const KdaMix& a, KdaGatesSmem<S>& g, int head, int first, int n, u32 live) {
+  const int channels = a.heads * S::kDim;
+  for (int i = threadIdx.x; i < n * S::kHistory * S::kConvVectors; i += S::kThreads) {
+    const int v = i % S::kConvVectors, j = i / S::kConvVectors % S::kHistory, r = i / S::kConvVectors / S::kHistory, row = first + r;
+    if (!(live >> r & 1)) continue;
+    const int slot = a.row_slot[row];
+    int own = 0;                                // rows of the sequence before this one in the step, so far as the conv reaches
+    while (own < S::kHistory && row > own && a.row_slot[row - own - 1] == slot) ++own;
+    const bf16* from = j + own < S::kHistory
+        ? a.conv_state + (size_t(slot) * 3 * S::kHistory + own + j) * channels + kda_vector_at<S>(v, channels * S::kHistory, head, 0)
+        : a.qkv + size_t(row - S::kHistory + j) * 3 * channels + kda_vector_at<S>(v, channels, head, 0);
+    copy_async<16>(&g.before[r][j][v * 8], from);
+  }
+}
+
+// Their conv and SiLU, as kda_conv. keep(row, column, two values) puts v where the recurrence finds it.
+template <class S, class Keep>
+K3_DEVICE void kda_conv_rows(const KdaMix& a, KdaGatesSmem<S>& g, int head, int first, int n, Keep&& keep) {
+  KdaMixSmem<S>& m = g.m;
+  constexpr int kPairs = S::kChannels / 2;
+  for (int i = threadIdx.x; i < n * kPairs; i += S::kThreads) {
+    const int r = i / kPairs, c = i % kPairs * 2, vc = c - 2 * S::kDim;
+    const f32x4 t = m.taps[c], u = m.taps[c + 1];
+    float x[S::kWidth], w[S::kWidth];
+    K3_UNROLL
+    for (int j = 0; j < S::kWidth; ++j) {
+      u32 both = *(const u32*)(j < S::kHistory ? &g.before[r][j][c] : &m.inputs[r + S::kHistory][c]);
+      x[j] = __uint_as_float(both << 16), w[j] = __uint_as_float(both & 0xffff0000u);
+    }
+    float y = fmaf(x[3], t.w, fmaf(x[2], t.z, fmaf(x[1], t.y, x[0] * t.x))), z = fmaf(w[3], u.w, fmaf(w[2], u.z, fmaf(w[1], u.y, w[0] * u.x)));
+    y *= sigmoid(y);
+    z *= sigmoid(z);
+    if (vc < 0) *(f32x2*)(c < S::kDim ? &m.q[r][c] : &m.k[r][c - S::kDim]) = f32x2{y, z};
+    else {
+      *(f32x2*)&a.v[(size_t(first + r) * a.heads + head) * S::kDim + vc] = f32x2{y, z};
+      keep(r, vc, f32x2{y, z});
+    }
+  }
+}
+
 // Rows `first` to first + 7 of the step, of whatever sequences, for one head. Shape: a whole head. Padding rows get numbers without meaning.
 template <class S, class Ready>
 K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaGatesSmem<S>& g, int head, int first, Ready ready) {
@@ -33,42 +75,15 @@ K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaGatesSmem<S>& 
   kda_load_weights<S>(a, m, head, 0);
   const float scale = expf(a.a_log[head]);
   ready();
-  for (int i = threadIdx.x; i < n * S::kHistory * S::kConvVectors; i += S::kThreads) {
-    const int v = i % S::kConvVectors, j = i / S::kConvVectors % S::kHistory, r = i / S::kConvVectors / S::kHistory, row = first + r;
-    if (!(live >> r & 1)) continue;
-    const int slot = a.row_slot[row];
-    int own = 0;                                // rows of the sequence before this one in the step, so far as the conv reaches
-    while (own < S::kHistory && row > own && a.row_slot[row - own - 1] == slot) ++own;
-    const bf16* from = j + own < S::kHistory
-        ? a.conv_state + (size_t(slot) * 3 * S::kHistory + own + j) * channels + kda_vector_at<S>(v, channels * S::kHistory, head, 0)
-        : a.qkv + size_t(row - S::kHistory + j) * 3 * channels + kda_vector_at<S>(v, channels, head, 0);
-    copy_async<16>(&g.before[r][j][v * 8], from);
-  }
+  kda_before<S>(a, g, head, first, n, live);
   KdaInputs<S> in;
   in.load(a, head, 0, first, n);
   in.store(m, 0, n);
   copy_wait();
   __syncthreads();
-  constexpr int kPairs = S::kChannels / 2;
-  for (int i = threadIdx.x; i < n * kPairs; i += S::kThreads) {   // as kda_conv
-    const int r = i / kPairs, c = i % kPairs * 2;
-    const f32x4 t = m.taps[c], u = m.taps[c + 1];
-    float x[S::kWidth], w[S::kWidth];
-    K3_UNROLL
-    for (int j = 0; j < S::kWidth; ++j) {
-      u32 both = *(const u32*)(j < S::kHistory ? &g.before[r][j][c] : &m.inputs[r + S::kHistory][c]);
-      x[j] = __uint_as_float(both << 16), w[j] = __uint_as_float(both & 0xffff0000u);
-    }
-    float y = fmaf(x[3], t.w, fmaf(x[2], t.z, fmaf(x[1], t.y, x[0] * t.x))), z = fmaf(w[3], u.w, fmaf(w[2], u.z, fmaf(w[1], u.y, w[0] * u.x)));
-    y *= sigmoid(y);
-    z *= sigmoid(z);
-    if (c < 2 * S::kDim) *(f32x2*)(c < S::kDim ? &m.q[r][c] : &m.k[r][c - S::kDim]) = f32x2{y, z};
-    else {
-      const int column = c - 2 * S::kDim;
-      *(f32x2*)&a.v[(size_t(first + r) * a.heads + head) * S::kDim + column] = f32x2{y, z};
-      *(f32x2*)&work.v[((size_t(head) * (S::kDim / kScanSlice) + column / kScanSlice) * a.rows + first + r) * kScanSlice + column % kScanSlice] = f32x2{y, z};
-    }
-  }
+  kda_conv_rows<S>(a, g, head, first, n, [&](int r, int column, const f32x2& v) {
+    *(f32x2*)&work.v[((size_t(head) * (S::kDim / kScanSlice) + column / kScanSlice) * a.rows + first + r) * kScanSlice + column % kScanSlice] = v;
+  });
   kda_low_rank<S>(m, 0, n);
   __syncthreads();
   kda_decay<S>(a, m, scale, head, 0, first, n);

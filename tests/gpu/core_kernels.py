@@ -71,7 +71,15 @@ def kda_wide():
     return [_kernel(f"kda_wide_{name}", shape, f"K3_DYN_SMEM(u8, raw);\n  {body}", threads, 1, "KdaMix a, KdaWork w") for name, shape, threads, body in bodies]
 
 
+def kda_rows():
+    """The middle of a step of 16 to 64 rows, in as many parts as the second argument says. Blocks: heads x parts."""
+    body = ("K3_DYN_SMEM(u8, raw);\n  "
+            f"kda_rows<S>(a, *(KdaRowsSmem<S>*)raw, blockIdx.x % a.heads, blockIdx.x / a.heads, parts, {READY});")
+    return _kernel("kda_rows_", "KdaShape<128, 4, 1, 4, 256>", body, 256, 1, "KdaMix a, int parts")
+
+
 KDA_GATES_SHARED = kda_mix_shared(1) + 2 * 8 * 3 * 384   # bytes of KdaGatesSmem
+KDA_ROWS_SHARED = KDA_GATES_SHARED + 2 * 32 * 528 * 4 + 32   # of KdaRowsSmem
 KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 16) + 256) + 32   # bytes of KdaScanSmem
 
 
@@ -82,18 +90,18 @@ def kda_commit(split, cols, threads=0, min_blocks=1):
                    max(threads, 1024 // split // cols), 1, "KdaCommit a", min_blocks)
 
 
-def norm_row(n, leaves, parts, blocks, cluster, threads):
+def norm_row(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
     """`threads` 0: the kernel of wide steps, a block a row."""
     if not threads:
         return _kernel(f"wide_norm_{n}_{parts}_{blocks}", f"WideNormShape<{n}, {leaves}, {parts}, {blocks}>",
                        f"__shared__ WideNormSmem<S> m;\n  wide_norm_row<S>(a, m, blockIdx.x, {READY});", leaves * 32, 1, "NormRow a")
     body = ("K3_DYN_SMEM(unsigned char, raw);\n  norm_row<S>(a, *(NormSmem<S>*)raw, blockIdx.x / S::kCluster, blockIdx.x % S::kCluster, "
             f"{READY});")
-    return _kernel(f"norm_{n}_{parts}_{blocks}_{cluster}_{threads}", f"NormShape<{n}, {leaves}, {parts}, {blocks}, {cluster}, {threads}>", body,
-                   threads, cluster, "NormRow a")
+    return _kernel(f"norm_{n}_{parts}_{blocks}_{cluster}_{threads}_{min_blocks}", f"NormShape<{n}, {leaves}, {parts}, {blocks}, {cluster}, {threads}>", body,
+                   threads, cluster, "NormRow a", min_blocks)
 
 
-def norm_shared(n, leaves, parts, blocks, cluster, threads):
+def norm_shared(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
     """Bytes of NormSmem that are not static."""
     if not threads:
         return 0
@@ -117,7 +125,7 @@ def list_experts(experts, top_k, rows, threads):
 
 
 def unit(kernels) -> str:
-    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_wide.cuh", "norm_wide.cuh", "route_core.cuh"))
+    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_rows.cuh", "norm_wide.cuh", "route_core.cuh"))
     return heads + "".join(k.source for k in kernels)
 
 

@@ -1,8 +1,9 @@
 """A rank's KDA layers with random weights, states and inputs, run by the cores and by the reference."""
+import ctypes
 from types import SimpleNamespace
 
 import numpy as np
-from core_kernels import BF16, KDA_GATES_SHARED, KDA_SCAN_SHARED, KdaCommit, KdaMix, KdaWork, down, fill, kda_mix_shared, poisoned, up
+from core_kernels import BF16, KDA_GATES_SHARED, KDA_ROWS_SHARED, KDA_SCAN_SHARED, KdaCommit, KdaMix, KdaWork, down, fill, kda_mix_shared, poisoned, up
 
 from k3cuda.config import L2NORM_EPS
 from k3cuda.reference import kda
@@ -55,6 +56,10 @@ class Kda:
     def mix(self, kernel, split, row_slot, x, layer=0):
         """One launch over the rows; x as from `inputs`. Returns what it wrote, records of untouched rows included."""
         return self._run(row_slot, x, layer, lambda args, rows: self.cores.run(kernel, (self.heads * split, rows), [args], shared=kda_mix_shared(split)))
+
+    def mix_rows(self, kernel, row_slot, x, layer=0, parts=3):
+        """The same by the kernel of a step of 16 to 64 rows."""
+        return self._run(row_slot, x, layer, lambda args, rows: self.cores.run(kernel, self.heads * parts, [args, ctypes.c_int(parts)], shared=KDA_ROWS_SHARED))
 
     def mix_wide(self, kernels, row_slot, x, layer=0, lanes=3):
         """The same by the three kernels of a wide step."""

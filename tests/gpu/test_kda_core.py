@@ -8,8 +8,8 @@ pytestmark = pytest.mark.gpu
 # (blocks a head, value columns a thread, threads, blocks a SM)
 SHAPES = ((8, 2, 384), (8, 2, 256, 2), (8, 4), (8, 1), (4, 2, 512), (4, 2), (4, 1), (4, 4), (2, 2), (2, 4), (2, 2, 384), (1, 2, 512), (1, 4, 512))
 MIXES = {s: ck.kda_mix(*s) for s in SHAPES}
-WIDE = ck.kda_wide()
-COMMITS = {s: ck.kda_commit(*s) for s in ((4, 2), (1, 2), (2, 2), (8, 2), (4, 2, 256))}
+WIDE, ROWS = ck.kda_wide(), ck.kda_rows()
+COMMITS = {s: ck.kda_commit(*s) for s in ((4, 2), (1, 2), (2, 2), (8, 2), (4, 2, 256), (1, 4, 256, 2))}
 MAIN, COMMIT = SHAPES[0], (4, 2)
 # F32 sums of 128 products in another order than BLAS, twice over rows: measured 5e-7; BF16 output: half a unit of 2^-8, 1.7e-3 in L2.
 F32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
@@ -17,7 +17,7 @@ F32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
 
 @pytest.fixture(scope="module")
 def cores():
-    return ck.Cores([*MIXES.values(), *WIDE, *COMMITS.values()])
+    return ck.Cores([*MIXES.values(), *WIDE, ROWS, *COMMITS.values()])
 
 
 def row_slots(rows):
@@ -60,6 +60,15 @@ def test_a_wide_steps_kernels_give_the_same_bytes(cores, heads, rows):
     shape = next(iter(MIXES))
     on = live(slots)
     same({k: v[on] for k, v in case.mix(MIXES[shape], shape[0], slots, x).items()}, {k: v[on] for k, v in case.mix_wide(WIDE, slots, x).items()})
+
+
+@pytest.mark.parametrize("heads, rows, parts", [(1, 55, 3), (1, 64, 64), (6, 16, 5), (6, 64, 1), (6, 64, 22)])
+def test_a_step_of_many_rows_gives_the_same_bytes(cores, heads, rows, parts):
+    slots = row_slots(rows) if parts < 22 else np.arange(rows) * 5 % 64   # every row a sequence of its own
+    case = Kda(cores, heads, max(slots) + 1, rows)
+    x = with_nan(case.inputs(rows), ~live(slots))
+    shape, on = next(iter(MIXES)), live(slots)
+    same({k: v[on] for k, v in case.mix(MIXES[shape], shape[0], slots, x).items()}, {k: v[on] for k, v in case.mix_rows(ROWS, slots, x, parts=parts).items()})
 
 
 def test_bytes_do_not_depend_on_neighbours_slot_or_bucket(cores):
@@ -127,7 +136,7 @@ def test_commit_matches_reference_and_leaves_the_rest(cores, shape):
     assert state[:, rest].tobytes() == before[0][:, rest].tobytes() and conv[:, rest].tobytes() == before[1][:, rest].tobytes()
 
 
-@pytest.mark.parametrize("shape, lanes", [((1, 2), 1), ((2, 2), 64), ((4, 2), 2)])
+@pytest.mark.parametrize("shape, lanes", [((1, 2), 1), ((2, 2), 64), ((4, 2), 2), ((1, 4, 256, 2), 4)])
 def test_commit_bytes_do_not_depend_on_launch(cores, shape, lanes):
     slots = row_slots(64)
     case = Kda(cores, 4, max(slots) + 1, 64)

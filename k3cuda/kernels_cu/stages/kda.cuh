@@ -1,7 +1,7 @@
 // Kimi Delta Attention: projections, the fused middle, the commit.
 #pragma once
 #include "kda_commit.cuh"
-#include "kda_wide.cuh"
+#include "kda_rows.cuh"
 #include "stages/common.cuh"
 
 namespace stage {
@@ -39,20 +39,27 @@ K3_DEVICE KdaMix kda_middle(const Step& s, const OpArgs& op) {
           w_kda_f_b_proj(op), w_kda_a_log(op), w_kda_dt_bias(op), w_kda_q_conv(op), w_kda_k_conv(op), w_kda_v_conv(op), w_kda_o_norm(op),
           kda_k(s, op), kda_v(s, op), kda_decay(s, op), mixer_out(s), kGateLowerBound, kL2normEps, kRmsNormEps};
 }
-constexpr int kHeadSplit = kRows <= 8 ? 2 : 1;
-typedef KdaShape<kKdaHeadDim, kConvWidth, kHeadSplit, kRows <= 8 ? 2 : 4, 256> KdaLayout;
-typedef KdaShape<kKdaHeadDim, kConvWidth, 2, 2> KdaCommitLayout;
+constexpr bool kKdaByRows = kRows > 8;
+constexpr int kHeadSplit = kKdaByRows ? 1 : 2;
+typedef KdaShape<kKdaHeadDim, kConvWidth, kHeadSplit, kKdaByRows ? 4 : 2, 256> KdaLayout;
+// A commit of many sequences is bound by its bytes, out and in: the more state in flight the better.
+typedef KdaShape<kKdaHeadDim, kConvWidth, kRows <= 8 ? 2 : 1, kRows <= 8 ? 2 : 4> KdaCommitLayout;
 
 struct kda_mix : StageDefaults {
-  static constexpr int kBlocks = kRows * kOwnKdaNumHeads * KdaLayout::kSplit, kThreads = KdaLayout::kThreads, kCluster = KdaLayout::kSplit,
-                       kSmem = sizeof(KdaMixSmem<KdaLayout>);
+  static constexpr int kLanes = kKdaByRows ? max_of(1, min_of(kRows, kSms / kOwnKdaNumHeads)) : kRows;
+  static constexpr int kBlocks = kLanes * kOwnKdaNumHeads * KdaLayout::kSplit, kThreads = KdaLayout::kThreads, kCluster = KdaLayout::kSplit,
+                       kSmem = kKdaByRows ? sizeof(KdaRowsSmem<KdaLayout>) : sizeof(KdaMixSmem<KdaLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     int cluster = blockIdx.x / KdaLayout::kSplit;
-    ::kda_mix<KdaLayout>(kda_middle(s, op), *(KdaMixSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, blockIdx.x % KdaLayout::kSplit, cluster / kOwnKdaNumHeads, [] {
+    auto ready = [] {
       grid_wait();
       grid_launch_next();
-    });
+    };
+    if constexpr (kKdaByRows)
+      kda_rows<KdaLayout>(kda_middle(s, op), *(KdaRowsSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, cluster / kOwnKdaNumHeads, kLanes, ready);
+    else
+      ::kda_mix<KdaLayout>(kda_middle(s, op), *(KdaMixSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, blockIdx.x % KdaLayout::kSplit, cluster / kOwnKdaNumHeads, ready);
   }
 };
 
@@ -98,6 +105,7 @@ struct kda_norm : StageDefaults {
 
 // Every KDA layer in one launch.
 struct kda_commit : StageDefaults {
+  static constexpr int kResident = kRows <= 8 ? 1 : 2;
   static constexpr int kLanes = kRows < 4 ? kRows : 4;   // sequences of a step are dealt to so many blocks
   static constexpr int kBlocks = kNumKdaLayers * kOwnKdaNumHeads * KdaCommitLayout::kSplit, kBlocksY = kLanes, kThreads = KdaCommitLayout::kThreads,
                        kSmem = sizeof(KdaCommitSmem<KdaCommitLayout>);

@@ -22,6 +22,7 @@ struct NormShape {
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kLeaf = kN / kLeaves, kOwnLeaves = kLeaves / kCluster, kOwn = kLeaf * kOwnLeaves;
   static constexpr int kPer = (kOwn + kThreads - 1) / kThreads;
+  static constexpr bool kHeld = kPer <= 2;                 // closed blocks stay in registers; else, in many blocks an SM, only in shared memory
   static constexpr int kSums = kBlocks ? 4 : 1;
   static constexpr int kRows = kBlocks > 2 ? kBlocks : 2;  // vectors that lie in shared memory at once
   static_assert(kN % kLeaves == 0 && kLeaves % kCluster == 0 && kLeaves <= 16 && kCluster <= kWarpSize, "blocks take whole chunks");
@@ -176,7 +177,10 @@ K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const float
     if (k >= a.num_blocks) continue;
     total += e;
     K3_UNROLL
-    for (int i = 0; i < S::kPer; ++i) c[i] = fmaf(e, v[k][i], c[i]);
+    for (int i = 0; i < S::kPer; ++i) {
+      int at = tid + i * S::kThreads;
+      c[i] = fmaf(e, S::kHeld ? v[k][i] : at < S::kOwn ? m.source[k][at] : 0, c[i]);
+    }
   }
 }
 

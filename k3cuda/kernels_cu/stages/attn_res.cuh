@@ -9,8 +9,9 @@ namespace stage {
 template <int kParts, int kSize, int kLeaves, int kBlocks, bool kIsWide = (kRows > kDecodeRows)>
 struct MixStage : StageDefaults {
   static constexpr int kSpread = min_of(kLeaves, 8);   // blocks a row
-  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, 14 * kWarpSize> Shape;
-  static constexpr int kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
+  static constexpr bool kMany = kRows > 16;             // more blocks than SMs: registers for several side by side
+  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, kMany ? 256 : 14 * kWarpSize> Shape;
+  static constexpr int kResident = kMany ? 4 : 1, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
   static __device__ void row(const NormRow& a) {
     K3_DYN_SMEM(u8, smem);
     grid_launch_next();

@@ -27,6 +27,7 @@ ALIGN = 256  # bytes between starts of buffers: a bulk copy wants 16, a cache li
 C_TYPES = {"f32": "float", "bf16": "bf16", "i32": "int", "u8": "u8", "kv": "kv_t"}
 KV_TYPES = {"bf16": "bf16", "fp8_e4m3": "u8"}
 _MACHINE_SIZES = ("slots", "pages", "slot_pages")
+SUMMED_ROWS = 32  # from so many on, giving every rank every part costs more than one more kernel
 SUM = "_tree"  # behind a wide product's name: the kernel that adds its leaf sums
 
 
@@ -72,7 +73,7 @@ def build_files(plan: Plan | DraftPlan, rows: int, kv_cache_dtype: str, *, sms: 
     if isinstance(plan, DraftPlan) and (why := no_kernels(plan.cfg)):
         raise ConfigError(why, "use the reference backend")
     tables = tables_of(plan)
-    return {"config.cuh": sizes(plan, rows, kv_cache_dtype, sms, probes.forced_experts), "buffers.cuh": _buffers(plan, tables, rows, kv_cache_dtype, ride),
+    return {"config.cuh": sizes(plan, rows, kv_cache_dtype, sms, probes.forced_experts, 1 if sums_ranks(plan, rows, ride) else plan.tp), "buffers.cuh": _buffers(plan, tables, rows, kv_cache_dtype, ride),
             "kernels.cu": _kernels(plan, tables, rows, ride, sms, probes)}
 
 
@@ -89,6 +90,12 @@ def ops_of(plan: Plan | DraftPlan, rows: int) -> tuple[Op, ...]:
     return plan.context if isinstance(plan, DraftPlan) and not plan.padded_seqs(rows) else tables_of(plan).ops
 
 
+def sums_ranks(plan: Plan | DraftPlan, rows: int, ride: bool) -> bool:
+    """Whether in a step of up to `rows` rows each rank sums its share of what is stacked and gives it to all, in place of the part: the target
+    of such a move is the source's memory. Else every part is with everyone, and readers sum."""
+    return not isinstance(plan, DraftPlan) and (rows > DECODE_ROWS or ride and rows >= SUMMED_ROWS)
+
+
 def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[str, int], ...]:
     """The launches that run a stage in a step of up to `rows` rows, in order: name of the kernel, without its `k_`, and the first row it is for.
 
@@ -96,7 +103,7 @@ def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[
     """
     wide = rows > DECODE_ROWS
     if stage.moves:
-        alone = not ride or any(m.in_group or wide and m.how == STACK for m in stage.moves)
+        alone = not ride or any(m.in_group or m.how == STACK and sums_ranks(plan, rows, ride) for m in stage.moves)
         return ((stage.name, 0),) if alone else ()
     names = packing.WIDE_KERNELS.get(stage.name) if wide else None
     out, group = [], []
@@ -125,7 +132,8 @@ def follows_collective(stage: Stage) -> bool:
 
 def _buffers(plan: Plan | DraftPlan, t: Tables, rows: int, kv: str, ride: bool) -> str:
     offsets, size = arena_offsets(plan)
-    if rows > DECODE_ROWS:   # added up over the ranks in place
+    summed = sums_ranks(plan, rows, ride)
+    if summed:
         offsets |= {m.target: offsets[m.source] for s in t.stages for m in s.moves if m.how == STACK}
     lines = ['#pragma once', '#include "prims.cuh"', '#include "config.cuh"', f"typedef {KV_TYPES[kv]} kv_t;", "",
              f"// One step of one rank: where its memory begins. The arena has {size} bytes.", "struct Step {", "  u8* arena;"]
@@ -139,7 +147,7 @@ def _buffers(plan: Plan | DraftPlan, t: Tables, rows: int, kv: str, ride: bool) 
     lines += [f"K3_DEVICE {kind}* {n}(const Step& s) {{ return ({kind}*)(s.arena + {offsets[n]}ull); }}" for n, (kind, _) in t.work.items()]
     lines += dict.fromkeys(f"K3_DEVICE const {_weight_type(p, t)}* w_{p.name}(const OpArgs& op) {{ return (const {_weight_type(p, t)}*)op.w[{i}]; }}"
                            for group in t.packed.values() for i, p in enumerate(group))
-    lines += [_put(m, plan, t, offsets, ride and not (rows > DECODE_ROWS and m.how == STACK)) for s in t.stages for m in s.moves if m.source in t.buffers and not m.in_group]
+    lines += [_put(m, plan, t, offsets, ride and not (summed and m.how == STACK)) for s in t.stages for m in s.moves if m.source in t.buffers and not m.in_group]
     # Stages that a draft shares with the target store by `put` what no collective of a draft moves, and name buffers that this draft has not.
     moved = {m.source for s in t.stages for m in s.moves}
     lines += [_put(m, plan, t, offsets, False) for s in STAGES for m in s.moves if m.source in t.buffers and m.source not in moved]
@@ -253,11 +261,10 @@ def layout_of(move: Move, plan: Plan | DraftPlan, t: Tables, rows: int) -> MoveL
 
 
 def _collective(stage: Stage, plan: Plan, t: Tables, rows: int, sms: int, ride: bool) -> str:
-    """A struct that moves what the stage says, for `rows` rows; see kernels_cu/stages/collective.cuh. In a wide step what would be stacked
-    is added up in place: every rank sums its share of the columns and gives it to all, so the parts need not be with everyone."""
+    """A struct that moves what the stage says, for `rows` rows; see kernels_cu/stages/collective.cuh."""
     offsets, dims, moves, units = arena_offsets(plan)[0], t.dims, [], 0
     for m in stage.moves:
-        if m.how == STACK and rows > DECODE_ROWS:
+        if m.how == STACK and sums_ranks(plan, rows, ride):
             width = prod(buffer_shape(t.buffers[m.source], dims)[1:])
             units += rows * width // 4
             moves.append(f"sum_ranks<{offsets[m.source]}ull, kRows, {width}>(s);")
@@ -270,5 +277,5 @@ def _collective(stage: Stage, plan: Plan, t: Tables, rows: int, sms: int, ride: 
         moves.append(f"move<{offsets[m.source]}ull, {offsets[m.target]}ull, {at.rows}, {at.slice}, {at.source_row}, {at.target_row}, {at.slot}ull, "
                      f"{str(at.is_cut).lower()}, {at.ranks}>(s{layers});")
     return (f"namespace stage {{ struct {stage.name} : StageDefaults {{\n  static constexpr int kBlocks = {max(1, min(sms, units // 256))}, kThreads = 256;\n"
-            "  static __device__ void run(const Step& s, const OpArgs& op) {\n    grid_wait();\n    grid_launch_next();\n    "
+            "  static __device__ void run(const Step& s, const OpArgs& op) {\n    grid_launch_next();\n    grid_wait();\n    "
             + "\n    ".join(moves) + "\n  }\n}; }")

@@ -18,8 +18,8 @@ def camel(name: str) -> str:
     return "k" + "".join(part.capitalize() for part in name.split("_"))
 
 
-def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: int) -> str:
-    """The text, for steps of up to `rows` rows."""
+def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: int, parts: int) -> str:
+    """The text, for steps of up to `rows` rows; `parts` of what is stacked: the ranks', or their sum."""
     t, tp, is_draft = tables_of(plan), plan.tp, isinstance(plan, DraftPlan)
     most = DECODE_ROWS if is_draft else MAX_ROWS
     taps = {} if is_draft or not plan.num_taps else {"num_taps": plan.num_taps}   # of a draft they are one of its own sizes
@@ -28,7 +28,7 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms};",
               f"constexpr int kGroup = {plan.dcp};   // ranks that hold the MLA cache together",
               f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
-              f"constexpr int kParts = {1 if rows > DECODE_ROWS else tp};   // of a stacked buffer: the ranks', or their sum"]
+              f"constexpr int kParts = {parts};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted(({b.shape[b.cut] for b in (*t.buffers.values(), *t.absent) if b.cut is not None} | {"mla_q_dim"}) & set(whole))
     lines += _integers({f"own_{n}": whole[n] // tp for n in cut} | {"group_heads": plan.cfg.num_attention_heads // tp * plan.dcp})
     lines += ["// Numbers of the arithmetic."]

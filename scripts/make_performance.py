@@ -157,10 +157,10 @@ def stages(found: dict) -> str:
     if not groups:
         return ""
     rows = []
-    for name, one in next(iter(groups.values())).items():
-        cells = [(f"{s['us']:.1f}", f"{100 * s['of_ceiling']:.0f}{'*' if s['fits_cache'] else ''}" if s["mb"] else "")
-                 for s in (group[name] for group in groups.values())]
-        rows.append([f"`{name}`", one["operations"], *(c for pair in cells for c in pair)])
+    for name in dict.fromkeys(name for group in groups.values() for name in group):   # collectives that are kernels are so from some number of rows on
+        of_rows = [group.get(name) for group in groups.values()]
+        cells = [(f"{s['us']:.1f}", f"{100 * s['of_ceiling']:.0f}{'*' if s['fits_cache'] else ''}" if s["mb"] else "") if s else ("", "") for s in of_rows]
+        rows.append([f"`{name}`", next(s["operations"] for s in of_rows if s), *(c for pair in cells for c in pair)])
     rows.append(["all of a step", "", *(c for group in groups.values() for c in (f"{sum(s['us_a_step'] for s in group.values()):.0f}", ""))])
     head = ["stage", "in a step", *(c for n in groups for c in (f"{n} row{'s' * (n > 1)}: µs", "% of ceiling"))]
     return (f"## Stages\n\nContext {kilo(STAGE_CONTEXT)}. Each stage alone: its operations of all layers in turn, behind one another. In a step neighbours overlap, so the "

@@ -12,6 +12,7 @@ pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13]
 from host_step import Kernels, Memory  # noqa: E402
 
 from k3cuda.buffers import BY_NAME, ROW_AXES  # noqa: E402
+from k3cuda.emit import SUMMED_ROWS  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER, STACK  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
@@ -104,9 +105,9 @@ def tree(parts):
     return parts[0]
 
 
-@pytest.mark.parametrize("tp, ride", [(2, True), (4, True), (4, False)])
-def test_ranks_add_up_what_a_small_step_stacks(tmp_path, tp, ride):
-    kernels = Kernels(WIDE, tp, ride, EXCHANGES, tmp_path / "wide")
+@pytest.mark.parametrize("tp, ride, rows", [(2, True, WIDE), (4, True, WIDE), (4, False, WIDE), (4, True, SUMMED_ROWS)])
+def test_ranks_add_up_what_a_small_step_stacks(tmp_path, tp, ride, rows):
+    kernels = Kernels(rows, tp, ride, EXCHANGES, tmp_path / "wide")
     ranks, rng = [Memory(kernels.plan, kernels.source, r) for r in range(tp)], np.random.default_rng(tp)
     for memory in ranks:
         memory.meet(ranks)
@@ -121,25 +122,25 @@ def test_ranks_add_up_what_a_small_step_stacks(tmp_path, tp, ride):
     for stage in ("attn_exchange", "dense_exchange", "moe_sum_exchange"):
         given = {}
         for move in kernels.last(stage).stage.moves:
-            given[move] = [rng.standard_normal(m.buffer(move.source)[:WIDE].shape).astype(np.float32) for m in ranks]
+            given[move] = [rng.standard_normal(m.buffer(move.source)[:rows].shape).astype(np.float32) for m in ranks]
             for memory, part in zip(ranks, given[move]):
-                memory.buffer(move.source)[:WIDE] = part
+                memory.buffer(move.source)[:rows] = part
         run(stage)
         for move, parts in given.items():
             for r, memory in enumerate(ranks):
                 if move.how == STACK:
-                    assert memory.buffer(move.source)[:WIDE].tobytes() == tree(parts).tobytes(), (stage, r)
+                    assert memory.buffer(move.source)[:rows].tobytes() == tree(parts).tobytes(), (stage, r)
                 elif not ride:
                     assert move.how in (SCATTER, GATHER)
                     own = parts[0].shape[1] // tp
-                    assert all((memory.buffer(move.target)[p, :WIDE] == part[:, r * own:(r + 1) * own]).all() for p, part in enumerate(parts))
-    sums = [m.buffer("dense_partial")[:WIDE].copy() for m in ranks]
+                    assert all((memory.buffer(move.target)[p, :rows] == part[:, r * own:(r + 1) * own]).all() for p, part in enumerate(parts))
+    sums = [m.buffer("dense_partial")[:rows].copy() for m in ranks]
     run("dense_sum")
-    assert all((m.buffer("ffn_out")[:WIDE] == s).all() for m, s in zip(ranks, sums))
+    assert all((m.buffer("ffn_out")[:rows] == s).all() for m, s in zip(ranks, sums))
 
     for stage in ("embed", "embed_exchange", "embed_sum"):
         run(stage)
     table = np.concatenate([kernels.source.rank_slices("embed_tokens", None, tp, r) for r in range(tp)]).astype(np.float32)
     for memory in ranks:
-        np.testing.assert_array_equal(memory.buffer("ffn_out")[:WIDE], table[memory.buffer("token_ids")[:WIDE]])
-        assert not memory.buffer("hidden")[:WIDE].any()
+        np.testing.assert_array_equal(memory.buffer("ffn_out")[:rows], table[memory.buffer("token_ids")[:rows]])
+        assert not memory.buffer("hidden")[:rows].any()

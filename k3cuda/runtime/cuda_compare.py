@@ -10,10 +10,12 @@ import ml_dtypes
 import numpy as np
 
 from ..buffers import BY_NAME, ROW_AXES
+from ..emit import sums_ranks
 from ..plan import Op, instance
 from ..reference import FUNCTIONS
 from ..reference.numerics import Numerics
-from ..stages import GATHER, STACK, STAGES
+from ..stages import GATHER, STACK, Move, Stage
+from .cuda_kernels import bucket_of
 from .cuda_unpack import Unpacked
 from .numpy_program import Model
 from .stage_limits import allowed
@@ -49,26 +51,49 @@ class Compare:
         assert len(be.memories) == 1 and be.tp > 1, "one rank of several"
         self.be, self.memory, self.weights = be, be.memories[0], weights or Unpacked(be)
         self.pages, self.compared_pages = pages, slice(None) if compared_pages is None else compared_pages
+        self._moves = [(s, m) for s in dict.fromkeys(op.stage for op in be.plan.ops) for m in s.moves]   # those of other stages carry nothing
         self.model = Model(be.cfg, Numerics("f32", be.kv_cache_dtype), be._steps[0].rank, be.tp)
-        self.rides = {m.source: (s, m) for s in STAGES for m in s.moves} if be.ride else {}
+
+    def summed(self, rows: int) -> dict[str, Move]:
+        """Target -> the move that sums the ranks' parts in place, in a step of `rows` rows."""
+        return {m.target: m for _, m in self._moves if m.how == STACK and sums_ranks(self.be.plan, bucket_of(rows), self.be.ride)}
+
+    def rides(self, rows: int) -> dict[str, tuple[Stage, Move]]:
+        """Source -> the move that rides on the stores of who makes it, and its stage."""
+        summed = self.summed(rows)
+        return {m.source: (s, m) for s, m in self._moves if m.target not in summed and not m.in_group} if self.be.ride else {}
+
+    def outputs(self, stage: Stage, rows: int) -> list[str]:
+        """What the stage's launches write: a collective nothing that has come by riding."""
+        came = {m.target for m in stage.moves if m.source in self.rides(rows)}
+        return [name for name in stage.outputs if name not in came]
 
     def bind(self, op: Op, rows: int) -> SimpleNamespace:
         """Host copies of everything an operation declares, as the reference takes them; make them before its launch."""
-        return SimpleNamespace(**{name: self.host(name, op, rows) for name in op.stage.inputs + op.stage.outputs})
+        return SimpleNamespace(**{name: self._found(name, op, rows) for name in op.stage.inputs + op.stage.outputs})
+
+    def _found(self, name, op, rows):
+        """What the reference finds under the name: of parts that are summed in place their sum, and nothing from the other ranks."""
+        if name not in self.summed(rows):
+            return self.host(name, op, rows)
+        total = self.host(self.summed(rows)[name].source, op, rows)
+        return np.stack([total] + [np.zeros_like(total)] * (self.be.tp - 1))
 
     def compare(self, op: Op, b: SimpleNamespace, rows: int, all_found: dict[str, Found]) -> None:
         """Runs the reference on `b` and notes where the device's outputs differ from it by more than stage_limits.py allows."""
+        rides, summed, names = self.rides(rows), self.summed(rows), self.outputs(op.stage, rows)
         if op.stage.moves:
-            want = {m.target: self._looped_back(m, getattr(b, m.source)) for m in op.stage.moves}
+            want = {self.stored(m.target, rows): getattr(b, m.source) * self.be.tp if m.target in summed else self._looped_back(m, getattr(b, m.source))
+                    for m in op.stage.moves if m.target in names}
         else:
             with np.errstate(all="ignore"):   # padding rows hold anything
                 FUNCTIONS[op.stage.name](self.model, self.weights.of(op), b, op)
-            want = {name: self._looped_back(self.rides[name][1], x) if name in self.rides else x for name, x in vars(b).items()}
+            want = {self.stored(name, rows): self._looped_back(rides[name][1], x) if name in rides else x for name, x in vars(b).items()}
         undecided = np.zeros(rows, bool)
-        for name in op.stage.outputs:
-            found = all_found.setdefault(self.rides[name][0].name if name in self.rides else op.stage.name, Found())
-            at = self.stored(name)
-            got, expected = self._live(at, self.host(at, op, rows), op, rows), self._live(at, want[name], op, rows)
+        for name in names:
+            found = all_found.setdefault(rides[name][0].name if name in rides else op.stage.name, Found())
+            at = self.stored(name, rows)
+            got, expected = self._live(at, self.host(at, op, rows), op, rows), self._live(at, want[at], op, rows)
             if name == "expert_ids":
                 undecided = (got != expected).any(-1)
                 error = self._other_choice(op, b, got, expected)
@@ -81,9 +106,10 @@ class Compare:
             if error:
                 found.problems.append(f"{op}: {at} {error}")
 
-    def stored(self, name: str) -> str:
-        """Where a stage's output lies: a buffer that a collective would move is not written if it rides."""
-        return self.rides[name][1].target if name in self.rides else name
+    def stored(self, name: str, rows: int) -> str:
+        """Where it lies in a step of `rows` rows: what a collective would move is not written if it rides, what is summed in place is its source."""
+        rides, summed = self.rides(rows), self.summed(rows)
+        return rides[name][1].target if name in rides else summed[name].source if name in summed else name
 
     def _error(self, op, name, got, want, found) -> str:
         both = np.isnan(got) & np.isnan(want)   # cache positions that no token has reached

@@ -51,8 +51,9 @@ class Walk(Compare):
         self.be.stream.synchronize()
         bound = [self.bind(op, rows) for op in ops]
         exempt = [self._work(name) for name in tables_of(self.be.plan).work]
-        inputs = [self._extent(name, op) for op in ops for name in (*stage.inputs, *INPUTS)] + exempt
-        outputs = [self._extent(self.stored(name), op) for op in ops for name in stage.outputs] + exempt
+        inputs = [self._extent(self.summed(rows)[name].source if name in self.summed(rows) else name, op)
+                  for op in ops for name in (*stage.inputs, *INPUTS)] + exempt
+        outputs = [self._extent(self.stored(name, rows), op) for op in ops for name in self.outputs(stage, rows)] + exempt
         saved = {key: block.copy() for key, block in self.blocks.items()}
         for key, block in self.blocks.items():
             block.fill(0xFF)

@@ -3,7 +3,8 @@
 #include "stages/common.cuh"
 
 // In place of what kWidth F32 columns of kRowsOf rows hold on every rank: their sum over the ranks, neighbours first. Each rank adds its
-// share of the columns, which nobody else reads, and gives it to all. Looped back, the one rank's share stands for the others'.
+// share of the columns, which nobody else reads, and gives it to all. Looped back, the one rank stands for all and sums every share: as many
+// equal parts as ranks, a power of two, make the bytes of their tree.
 template <size_t kAt, int kRowsOf, int kWidth>
 K3_DEVICE void sum_ranks(const Step& s) {
   constexpr int kShare = kWidth / kRanks, kVector = kShare % 4 == 0 ? 4 : 1, kUnits = kShare / kVector;
@@ -12,11 +13,16 @@ K3_DEVICE void sum_ranks(const Step& s) {
     const size_t at = size_t(i / kUnits) * kWidth + i % kUnits * kVector;
     Vector part[kRanks], sum;
     K3_UNROLL
-    for (int r = 0; r < kRanks; ++r) part[r] = *(const Vector*)((const float*)(s.peers[r] + kAt) + at + s.rank * kShare);
+    for (int r = 0; r < kRanks; ++r) part[r] = *(const Vector*)((const float*)(s.peers[r] + kAt) + at + (s.loopback ? r : s.rank) * kShare);
     K3_UNROLL
     for (int j = 0; j < kVector; ++j) sum.v[j] = tree_sum<kRanks>(&part[0].v[j], kVector);
     K3_UNROLL
-    for (int r = 0; r < kRanks; ++r) *(Vector*)((float*)(s.peers[r] + kAt) + at + (s.loopback ? r : s.rank) * kShare) = sum;
+    for (int r = 0; r < kRanks; ++r) {
+      if (s.loopback)
+        K3_UNROLL
+        for (int j = 0; j < kVector; ++j) sum.v[j] = kRanks * part[r].v[j];
+      *(Vector*)((float*)(s.peers[r] + kAt) + at + (s.loopback ? r : s.rank) * kShare) = sum;
+    }
   }
 }
 

@@ -44,6 +44,7 @@ NOT_RUN = {
     "k3cuda serve /models/Kimi-K3 --tp 8": "needs eight GPUs", "MASTER_ADDR=gb01 RANK=5": "needs 16", "mpirun -n 16": "needs four machines",
     "export MASTER_ADDR": "of the command behind it", "sbatch ": "needs Slurm; tests/test_container.py reads the script",
     "scripts/gpu.sh collectives": "needs GPUs; without one tests/test_nccl.py runs the script behind it",
+    "scripts/gpu.sh ranks": "needs GPUs",
     "docker ": "needs a container runtime", "python -m pip wheel": "its package needs a build environment from an index",
     "pip install 'k3cuda[": "needs a release in an index; CI installs the same extra from the tree", "python scripts/locks.py": "asks a package index for 2 GB",
     "sh scripts/gpu.sh": "needs a GPU", "python scripts/check_demo.py": "needs PyTorch and trained weights", "python scripts/mistakes.py": "needs trained weights",

@@ -102,7 +102,7 @@ class StepBench:
     def place(self, sequences: int, rows_each: int, context: int, seed: int = 5) -> None:
         """Puts random tokens at the end of `context` tokens of every sequence."""
         rng, n = np.random.default_rng(seed), sequences * rows_each
-        own = self.cfg.vocab_size // self.tp   # other ranks' tokens embed to zero here, and equal rows would all choose the same experts
+        own = self.cfg.vocab_size // self.tp   # the only part of the vocabulary whose rows are here
         first = context - rows_each
         self.rows, self.sequences, self.rows_each, self.context = n, sequences, rows_each, context
         self.backend._write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
@@ -116,6 +116,7 @@ class StepBench:
         Raises BenchmarkError: a check failed, see cuda_bench_checks.py.
         """
         be, bucket = self.backend, bucket_of(self.rows)
+        self.restore()   # a step before this one left its commit
         experts = self.count_experts()
         check_experts(self, experts)
         checks, before = check_step(self, walk), self.outputs()

@@ -14,8 +14,11 @@ from k3cuda.runtime import device_load  # noqa: E402
 from k3cuda.runtime.checkpoint import Checkpoint  # noqa: E402
 from k3cuda.runtime.cuda_driver import open_device  # noqa: E402
 from k3cuda.runtime.cuda_load import CudaLoadDevice  # noqa: E402
+from k3cuda.runtime.cuda_upload import upload  # noqa: E402
 from k3cuda.runtime.load_plan import BLOCK_BYTES  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402
+from k3cuda.runtime.repacked import RepackedModel  # noqa: E402
+from k3cuda.runtime.repacking import repack  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 coded, stored = beside.coded, beside.stored
@@ -36,6 +39,13 @@ def test_every_array_of_every_rank(stored, coded, device, monkeypatch, mode, tp,
 
 def test_a_source_that_is_no_file(coded, device):
     beside.check(device_load.load_weights(build_plan(beside.CFG, 2), coded, 2, range(2), device, Loading()), coded, 2, range(2))
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_repacked_folder(stored, coded, tmp_path, tp):
+    """A plain stream of what is in kernel order already."""
+    repack(stored.path, tp, tmp_path / "r")
+    beside.check(upload(build_plan(beside.CFG, tp), RepackedModel.open(tmp_path / "r"), tp, range(tp), open_device(0), Loading()), coded, tp, range(tp))
 
 
 @pytest.mark.parametrize("error", [CheckpointError, OutOfMemory])

@@ -36,6 +36,14 @@ def test_steps_pass_their_own_checks(bench, shape):
     assert [s["stage"] for s in bench.stages(["route"])] == ["route"]
 
 
+def test_a_step_behind_another_begins_where_that_one_did(bench):
+    """Without stages between them, which put states back."""
+    bench.open(1, 64)
+    for rows in (1, 8, 1):
+        bench.place(1, rows, 8)
+        assert bench.step()["rows"] == rows
+
+
 def test_forced_experts_are_read(bench):
     bench.open(1, 64, Probes(forced_experts=FORCED))
     bench.place(1, 8, 8)

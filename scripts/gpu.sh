@@ -15,13 +15,13 @@ case $name in
   # Every kernel of a small step, the three tools side by side; their reports in $OUT. Attention's reports of racecheck: docs/kernels.md.
   sanitize)
     python3 scripts/sanitize_step.py   # fills the cache of kernels
-    pids=""
+    set --
     for tool in memcheck initcheck racecheck; do   # probes for newer driver calls are reported as API errors
       compute-sanitizer --tool "$tool" --report-api-errors no --show-backtrace no --error-exitcode 1 python3 scripts/sanitize_step.py > "$out/$tool.txt" 2>&1 &
-      pids="$pids $!"
+      set -- "$@" "$!"
     done
     code=0
-    for pid in $pids; do wait "$pid" || code=1; done
+    for pid in "$@"; do wait "$pid" || code=1; done
     tail -n 3 "$out"/memcheck.txt "$out"/initcheck.txt "$out"/racecheck.txt
     exit "$code" ;;
   # The files of docs/performance.md, each by its name, in $OUT or docs/benchmarks; scripts/make_performance.py makes the page of them.

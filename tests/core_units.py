@@ -13,7 +13,7 @@ PRODUCTS = {
     "streamed": (40, 16, 2, "RowShape<16, 2, 1, {nt}, 16, 1, 1, 16384, false>"),
     "many": (40, 16, 2, "ManyShape<3, 16, 2, {nt}, 1, 32>"),
     "many_turns": (330, 16, 3, "ManyShape<21, 16, 3, {nt}, 1, 8>"),     # one cluster, two turns, the inbox apart
-    "many_blocks": (330, 4, 6, "ManyShape<21, 4, 6, {nt}, 1, 1, 1>"),   # no clusters; tiles of a warp in turns of two and of one
+    "many_blocks": (330, 2, 6, "ManyShape<21, 2, 6, {nt}, 1, 1, 1>"),   # no clusters; tiles of a warp in turns of two and of one
 }
 ON_HOST = ("one_leaf", "two_leaves", "narrow", "direct", "streamed", "many_blocks")   # no clusters
 

@@ -114,7 +114,7 @@ def test_every_rank_place_must_hold_the_part(stale):
             assert m.how != SCATTER or m.target == "shared_parts"
     if stale:
         held[stale][(0, slice(-3, None)) if held[stale].ndim == 2 else (2, 0, 5)] = np.nan if stale == "shared_parts" else 9
-    bench = SimpleNamespace(backend=SimpleNamespace(plan=plan), memory=SimpleNamespace(buffer=held.get), rows=3, tp=4, rank=1)
+    bench = SimpleNamespace(backend=SimpleNamespace(plan=plan, ride=True), memory=SimpleNamespace(buffer=held.get), rows=3, tp=4, rank=1)
     if stale is None:
         assert checks.check_places(bench) == 4
     else:

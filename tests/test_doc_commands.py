@@ -212,7 +212,7 @@ def test_commands_inside_the_text_are_read(page, words):
         command = main.commands[command]
         while isinstance(command, click.Group) and words:
             command = command.commands[words.pop(0)]
-        known = {s.replace("_", "-") for o in command.params for s in [*o.opts, *o.secondary_opts]} | {"-h", "--help"}
+        known = {s.replace("_", "-") for o in command.params for s in [*o.opts, *o.secondary_opts, *getattr(o, "aliases", ())]} | {"-h", "--help"}
         assert {word.partition("=")[0] for word in words if word.startswith("-")} <= known, words
 
 

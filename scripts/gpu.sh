@@ -45,7 +45,7 @@ case $name in
     gpus=$(python3 -c 'from k3cuda.runtime.machine import probe_driver; print(len(probe_driver().gpus))')
     for n in 2 4 8 16; do
       share=$([ "$n" -le "$gpus" ] || echo --share-gpu)
-      if [ "$n" -le "$gpus" ] || [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" $share; fi
+      if [ "$n" -le "$gpus" ] || [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" ${share:+"$share"}; fi
     done
     exec python3 -m pytest -m gpu tests/gpu/test_ranks_nccl.py "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;

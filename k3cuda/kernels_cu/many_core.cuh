@@ -45,20 +45,15 @@ struct ManyTurn {
   }
 };
 
-// A warp's tiles leaf by leaf, chunk by chunk, through slots of its own.
+// A warp's tiles leaf by leaf, chunk by chunk.
 template <class S>
-struct ManyRing {
+struct ManyRing : WarpRing<S, ManyRing<S>> {
+  using WarpRing<S, ManyRing>::slots, WarpRing<S, ManyRing>::full;
   const uint4* w;        // of the warp's first leaf, tile 0
-  u8* slots;
-  u64* full;
   int begin, end, wm;
-  int turn = 0, leaf = 0, chunk = 0, slot = 0;   // of the next copy; the slot in use
-  u32 parity = 0;
+  int turn = 0, leaf = 0, chunk = 0;   // of the next copy
 
-  K3_DEVICE ManyRing(const uint4* w, int begin, int end, int wm, u8* smem) : w(w), begin(begin), end(end), wm(wm) {
-    slots = smem + S::kRingAt + warp_id() * S::kSlots * S::kChunkBytes;
-    full = (u64*)(smem + S::kBarrierAt) + warp_id() * S::kSlots;
-  }
+  K3_DEVICE ManyRing(const uint4* w, int begin, int end, int wm, u8* smem) : WarpRing<S, ManyRing>(smem), w(w), begin(begin), end(end), wm(wm) {}
   K3_DEVICE void issue(int to) {   // lane 0
     if (begin + turn * S::kWM * S::kMT >= end) return;
     ManyTurn<S> now(begin, end, turn, wm);
@@ -71,23 +66,6 @@ struct ManyRing {
       chunk = 0;
       if (++leaf == S::kWarpLeaves) leaf = 0, ++turn;
     }
-  }
-  K3_DEVICE void start() {
-    if (lane_id() == 0) {
-      for (int s = 0; s < S::kSlots; ++s) barrier_init(full + s, 1);
-      barrier_fence_init();
-      for (int s = 0; s < S::kSlots; ++s) issue(s);
-    }
-    __syncwarp();
-  }
-  K3_DEVICE const uint4* take() {
-    barrier_wait(full + slot, parity);
-    return (const uint4*)(slots + slot * S::kChunkBytes) + lane_id();
-  }
-  K3_DEVICE void release() {
-    __syncwarp();
-    if (lane_id() == 0) issue(slot);
-    if (++slot == S::kSlots) slot = 0, parity ^= 1;
   }
 };
 

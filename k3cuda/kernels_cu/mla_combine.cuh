@@ -26,6 +26,16 @@ struct MlaCombineSmem {      // units use the halves in turn
   MlaWork work;
 };
 
+// The largest of a block's values, by way of a warp's each.
+K3_DEVICE float mla_block_top(float (&tops)[kMlaCombineWarps], float top) {
+  top = warp_max(top);
+  if (lane_id() == 0) tops[warp_id()] = top;
+  __syncthreads();
+  K3_UNROLL
+  for (int w = 0; w < kMlaCombineWarps; ++w) top = fmaxf(top, tops[w]);
+  return top;
+}
+
 K3_DEVICE float4 add4(const float4& a, const float4& b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 K3_DEVICE float4 shuffle4(const float4& a, int mask) {
   return {__shfl_xor_sync(kFullWarp, a.x, mask), __shfl_xor_sync(kFullWarp, a.y, mask), __shfl_xor_sync(kFullWarp, a.z, mask), __shfl_xor_sync(kFullWarp, a.w, mask)};
@@ -69,12 +79,8 @@ K3_DEVICE void mla_combine(const MlaCombine& a, MlaCombineSmem<kTogether>& m, Re
     K3_UNROLL
     for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ts[i].x);
     for (int j = cls + kStep; j < chunks; j += kMlaClassCount) top = fmaxf(top, top_sum[size_t(j) * columns].x);
-    top = warp_max(top);
     turn ^= 1;
-    if (lane_id() == 0) m.top[turn][warp_id()] = top;
-    __syncthreads();
-    K3_UNROLL
-    for (int w = 0; w < kMlaCombineWarps; ++w) top = fmaxf(top, m.top[turn][w]);
+    top = mla_block_top(m.top[turn], top);
     float total = 0;
     for (int base = cls;;) {
       K3_UNROLL

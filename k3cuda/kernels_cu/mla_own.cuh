@@ -29,12 +29,8 @@ K3_DEVICE void mla_combine_own(const MlaCombine& a, float* out, MlaCombineSmem<1
     const float4* from = (const float4*)(a.partial + first * kLatent + at) + lane;
     float top = minus_infinity();
     for (int j = cls; j < chunks; j += kMlaClassCount) top = fmaxf(top, top_sum[size_t(j) * columns].x);
-    top = warp_max(top);
     turn ^= 1;
-    if (lane_id() == 0) m.top[turn][warp_id()] = top;
-    __syncthreads();
-    K3_UNROLL
-    for (int w = 0; w < kMlaCombineWarps; ++w) top = fmaxf(top, m.top[turn][w]);
+    top = mla_block_top(m.top[turn], top);
     float total = 0;
     float4 o{0, 0, 0, 0};
     const bool inside = kLatent % kMlaSlab == 0 || at + lane * 4 < kLatent;

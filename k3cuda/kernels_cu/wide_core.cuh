@@ -36,34 +36,20 @@ constexpr int wide_sum_blocks() {
   return S::kLeaves == 1 ? 0 : groups_of(groups_of(S::kTotal, kPair ? 2 : 1) * S::kTokenTiles, S::kWarps);
 }
 
-// A warp's tiles, `count` of them at a time, chunk by chunk through slots of its own.
-template <class S>
-struct WideRing {
-  const uint4* w;        // of the leaf, tile 0
+// Chunks of weights through slots of a warp's own. Ring: gives `issue(slot)`, lane 0's next copy, if there is one.
+template <class S, class Ring>
+struct WarpRing {
   u8* slots;
   u64* full;
-  int tile, end;         // of the next copy
-  int chunk = 0, slot = 0;
+  int slot = 0;          // in use
   u32 parity = 0;
 
-  K3_DEVICE WideRing(const uint4* w, int first, int end, u8* smem) : w(w), tile(first), end(end) {
-    slots = smem + S::kRingAt + warp_id() * S::kSlots * S::kChunkBytes;
-    full = (u64*)(smem + S::kBarrierAt) + warp_id() * S::kSlots;
-  }
-  K3_DEVICE void issue(int to) {   // lane 0
-    if (tile >= end) return;
-    int count = min_of(S::kMT, end - tile);
-    barrier_expect(full + to, count * S::kTileChunk);
-    for (int m = 0; m < count; ++m)
-      bulk_copy(slots + to * S::kChunkBytes + m * S::kTileChunk,
-                w + (size_t(tile + m) * S::kLeaves * S::kSteps + chunk * S::kChunkSteps) * kWarpSize, S::kTileChunk, full + to);
-    if (++chunk == S::kLeafChunks) chunk = 0, tile += S::kMT;
-  }
+  K3_DEVICE WarpRing(u8* smem) : slots(smem + S::kRingAt + warp_id() * S::kSlots * S::kChunkBytes), full((u64*)(smem + S::kBarrierAt) + warp_id() * S::kSlots) {}
   K3_DEVICE void start() {
     if (lane_id() == 0) {
       for (int s = 0; s < S::kSlots; ++s) barrier_init(full + s, 1);
       barrier_fence_init();
-      for (int s = 0; s < S::kSlots; ++s) issue(s);
+      for (int s = 0; s < S::kSlots; ++s) ((Ring*)this)->issue(s);
     }
     __syncwarp();
   }
@@ -73,8 +59,27 @@ struct WideRing {
   }
   K3_DEVICE void release() {
     __syncwarp();
-    if (lane_id() == 0) issue(slot);
+    if (lane_id() == 0) ((Ring*)this)->issue(slot);
     if (++slot == S::kSlots) slot = 0, parity ^= 1;
+  }
+};
+
+// A warp's tiles, `count` of them at a time, chunk by chunk.
+template <class S>
+struct WideRing : WarpRing<S, WideRing<S>> {
+  using WarpRing<S, WideRing>::slots, WarpRing<S, WideRing>::full;
+  const uint4* w;        // of the leaf, tile 0
+  int tile, end, chunk = 0;   // of the next copy
+
+  K3_DEVICE WideRing(const uint4* w, int first, int end, u8* smem) : WarpRing<S, WideRing>(smem), w(w), tile(first), end(end) {}
+  K3_DEVICE void issue(int to) {   // lane 0
+    if (tile >= end) return;
+    int count = min_of(S::kMT, end - tile);
+    barrier_expect(full + to, count * S::kTileChunk);
+    for (int m = 0; m < count; ++m)
+      bulk_copy(slots + to * S::kChunkBytes + m * S::kTileChunk,
+                w + (size_t(tile + m) * S::kLeaves * S::kSteps + chunk * S::kChunkSteps) * kWarpSize, S::kTileChunk, full + to);
+    if (++chunk == S::kLeafChunks) chunk = 0, tile += S::kMT;
   }
 };
 

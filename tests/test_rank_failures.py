@@ -3,6 +3,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from command import COMMAND
@@ -137,6 +138,13 @@ def test_a_signal_in_the_middle_of_an_answer(number):
     assert all_gone(process.mark, SIGNAL_IN_TIME - (time.monotonic() - begin))
 
 
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b"gone by now"
+
+
 @pytest.mark.parametrize(("number", "moments"), [(signal.SIGINT, (None, 0.3)), (signal.SIGTERM, (0.0, 0.7)), (signal.SIGKILL, (None, 0.0, 0.4))])
 def test_a_signal_at_any_moment_of_a_start(number, moments):
     """Commands that are hit at a moment of their own: before a worker exists (None), as it begins, while both meet and load."""
@@ -147,12 +155,13 @@ def test_a_signal_at_any_moment_of_a_start(number, moments):
             now = time.monotonic()
             if moment is not None and process not in seen and len(running(process.mark)) > 1:
                 seen[process] = now
-            if process not in hit and now > (begin + 0.4 if moment is None else seen.get(process, begin + 30) + moment):
+            if process not in hit and now > (begin + 0.4 if moment is None else seen.get(process, begin + 60) + moment):
                 process.send_signal(number)
                 hit[process] = now
         time.sleep(0.1)   # a look at every process of the machine costs more than it seems
-    assert len(seen) == len(waiting) - moments.count(None), "a worker was seen of all that were to have one"
-    for (process, _), (code, _, words) in zip(waiting, ends(*(p for p, _ in waiting))):
-        assert code in (-number, 128 + number), (code, words)
+    results = ends(*(p for p, _ in waiting))
+    assert len(seen) == len(waiting) - moments.count(None), ("a worker was seen of all that were to have one", results)
+    for (process, moment), (code, _, words) in zip(waiting, results):
+        assert code in (-number, 128 + number), (moment, code, words)
         assert "Traceback" not in words or "k3cuda" not in words, words   # before our first instruction Python speaks
-        assert all_gone(process.mark, SIGNAL_IN_TIME - (time.monotonic() - hit[process]))
+        assert all_gone(process.mark, SIGNAL_IN_TIME - (time.monotonic() - hit[process])), (moment, [_command_of(pid) for pid in running(process.mark)], words)

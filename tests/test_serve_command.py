@@ -4,10 +4,11 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 
 import pytest
-from command import hears_interrupts, k3, start
+from command import ENVIRONMENT, hears_interrupts, k3, start
 from serving import httpx
 
 from k3cuda import LLM, SamplingParams
@@ -72,6 +73,27 @@ def test_flags_of_vllm_and_ctrl_c():
     assert (code, out) == (128 + signal.SIGINT, b"") and b"Traceback" not in said and b"secret" not in said
     lines = said.decode().splitlines()
     assert [line.partition(" is not needed: ")[0] for line in lines[:2]] == ["--trust-remote-code", "--reasoning-parser"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("moment", ["asyncio.BaseEventLoop.__init__", "asyncio.BaseEventLoop.run_until_complete", "uvicorn.Config.load", "uvicorn.Server.startup"])
+def test_a_signal_while_the_loop_begins(moment, number):
+    """The port answers before the loop does. The signal comes at the beginning of `moment`, in the middle of what calls it."""
+    script = f"""
+import asyncio, os, sys, uvicorn
+from k3cuda.__main__ import main
+whole = {moment}
+def hit(*args, **options):
+    os.kill(os.getpid(), {number})
+    return whole(*args, **options)
+{moment} = hit
+sys.argv[1:] = ["serve", "demo", "--port", "0", "--max-model-len", "64"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, timeout=60, preexec_fn=hears_interrupts)
+    assert (done.returncode, done.stdout) == (128 + number, b"") and b"is served at" in done.stderr
+    for bad in (b"Traceback", b"Exception ignored", b"never awaited"):
+        assert bad not in done.stderr, done.stderr.decode()
 
 
 def test_what_is_in_the_way_is_told_before_a_model_is_looked_for(tmp_path):

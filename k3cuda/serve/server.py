@@ -125,6 +125,14 @@ class Server(uvicorn.Server):
             server_header=False, timeout_keep_alive=KEEP_ALIVE_S, backlog=BACKLOG,
             timeout_graceful_shutdown=grace_s + LAST_WORDS_S))
 
+    def run(self, sockets=None):
+        """Signals count from before the event loop is made: one that cut into its making would leave half a loop and its complaints."""
+        with self.capture_signals():
+            super().run(sockets)
+
+    async def serve(self, sockets=None):
+        await self._serve(sockets)   # uvicorn's, without its capture of signals inside the loop
+
     def handle_exit(self, sig, frame):
         if self.should_exit:
             self.force_exit = True   # the second signal, whichever it is

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs things by name on a machine with a GPU: scripts/gpu.sh NAME [arguments]
+# Runs things by name on a machine with a GPU: scripts/gpu.sh NAME [arguments]. scripts/gpu_jobs.py runs several of them on all of a machine's GPUs.
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

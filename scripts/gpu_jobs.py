@@ -1,0 +1,83 @@
+"""Runs several jobs on the GPUs of this machine, and says how each ended: checks side by side, timings one after another with a GPU to themselves.
+
+    python3 scripts/gpu_jobs.py --within 280 --check core 'sh scripts/gpu.sh tests -k core' --check load 'sh scripts/gpu.sh load' --time step 'sh scripts/gpu.sh step'
+
+Timings have the first GPU. Checks have the others, or begin when the timings have ended where there is no other. What a job says goes to $OUT/NAME.txt.
+"""
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from k3cuda.runtime.machine import probe_driver  # noqa: E402
+
+TAIL_LINES = 12   # of what failed
+CUT_OFF = "cut off"
+
+
+class Jobs:
+    """Jobs that end before `end` (time.monotonic()), or are killed then, children and all."""
+
+    def __init__(self, out: Path, end: float):
+        self.out, self.end, self.results = out, end, {}
+        self.lock = threading.Lock()
+
+    def run(self, name: str, command: str, gpu: int) -> None:
+        start, path = time.monotonic(), self.out / f"{name}.txt"
+        code = CUT_OFF
+        if start < self.end:
+            with path.open("wb") as file:
+                process = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                                           env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "OUT": str(self.out)})
+                try:
+                    code = process.wait(max(0.0, self.end - start))
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        with self.lock:
+            self.results[name] = (code, time.monotonic() - start)
+            print(f"{name}: {code}, {self.results[name][1]:.0f} s", flush=True)
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"), help="a job that may share its GPU; its name is also its file's")
+    parser.add_argument("--time", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"), help="a job that may not")
+    parser.add_argument("--within", type=float, default=570, metavar="SECONDS", help="for all of them; what runs then is killed  [default: 570]")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="checks that run at a time on a GPU  [default: 4]")
+    args = parser.parse_args(arguments)
+    names = [name for name, _ in args.check + args.time]
+    if len(set(names)) < len(names) or not names:
+        parser.error(f"found the names {', '.join(names) or 'of no job'}; wanted one or more, each its own")
+    out = Path(os.environ.get("OUT", "."))
+    jobs, gpus = Jobs(out, time.monotonic() + args.within), max(1, len(probe_driver().gpus))
+    for_checks = list(range(1, gpus)) or [0]
+
+    def time_all():
+        for name, command in args.time:
+            jobs.run(name, command, 0)
+
+    timings = threading.Thread(target=time_all)
+    timings.start()
+    if for_checks == [0]:
+        timings.join()
+    with ThreadPoolExecutor(args.at_once * len(for_checks)) as pool:
+        list(pool.map(lambda at: jobs.run(*args.check[at], for_checks[at % len(for_checks)]), range(len(args.check))))
+    timings.join()
+    failed = [name for name in names if jobs.results[name][0] != 0]
+    for name in failed:
+        path = out / f"{name}.txt"
+        tail = path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if path.exists() else ["it did not begin"]
+        print(f"== {name}", *tail, sep="\n")
+    print("\n".join(f"{name:24} {jobs.results[name][0]!s:>8} {jobs.results[name][1]:6.0f} s" for name in names))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -194,8 +194,8 @@ def test_a_path_cannot_break_a_line_of_the_log(serving, caplog):
     running = serving()
     with caplog.at_level("INFO", "k3cuda"):
         found = running.http.get("/no%0aGET%1b[31m" + "x" * 9999)
-    assert found.status_code == 404 and len(found.text) < 500
-    until(lambda: any("/no%0aGET%1b[31mxx" in r.getMessage() for r in caplog.records))
+        assert found.status_code == 404 and len(found.text) < 500
+        until(lambda: any("/no%0aGET%1b[31mxx" in r.getMessage() for r in caplog.records))
     assert not any(set("\n\x1b") & set(r.getMessage()) for r in caplog.records)
 
 

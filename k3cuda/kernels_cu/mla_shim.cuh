@@ -64,23 +64,24 @@ inline u32 shim_column(u64 descriptor, int n, int k) {
 
 inline uint4 load_matrices(u32 row) {
   u32 r[4];
-  for (int i = 0; i < 4; ++i) std::memcpy(&r[i], shared_pointer(__shfl_sync(kFullWarp, row, 8 * i + lane_id() / 4) + lane_id() % 4 * 4), 4);
+  WarpValues rows(row);
+  for (int i = 0; i < 4; ++i) std::memcpy(&r[i], shared_pointer(u32(rows[8 * i + lane_id() / 4]) + lane_id() % 4 * 4), 4);
   return {r[0], r[1], r[2], r[3]};
 }
 inline uint4 load_matrices_transposed(u32 row) {
   u32 r[4];
+  WarpValues rows(row);
   const int g = lane_id() / 4, t = lane_id() % 4;
   for (int i = 0; i < 4; ++i) {
-    u16 lo, hi;
-    std::memcpy(&lo, shared_pointer(__shfl_sync(kFullWarp, row, 8 * i + 2 * t) + 2 * g), 2);
-    std::memcpy(&hi, shared_pointer(__shfl_sync(kFullWarp, row, 8 * i + 2 * t + 1) + 2 * g), 2);
-    r[i] = lo | u32(hi) << 16;
+    u16 two[2];
+    for (int n = 0; n < 2; ++n) std::memcpy(&two[n], shared_pointer(u32(rows[8 * i + 2 * t + n]) + 2 * g), 2);
+    r[i] = two[0] | u32(two[1]) << 16;
   }
   return {r[0], r[1], r[2], r[3]};
 }
 inline float half_value(u32 h) {
-  int e = h >> 10 & 31, m = h & 1023;
-  float v = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(float(1024 + m), e - 25) : std::ldexp(float(m), -24);
+  const u32 e = h >> 10 & 31, m = h & 1023;
+  const float v = e == 31 ? (m ? NAN : INFINITY) : e ? __uint_as_float((e + 112) << 23 | m << 13) : float(m) * 0x1p-24f;
   return h & 0x8000 ? -v : v;
 }
 inline u32 half_bits(float v) {
@@ -117,17 +118,4 @@ inline void unpack_e4m3(u32 v, u32& low, u32& high) {
   low = e4m3_half(v & 0xff) | e4m3_half(v >> 8 & 0xff) << 16;
   high = e4m3_half(v >> 16 & 0xff) | e4m3_half(v >> 24) << 16;
 }
-inline void mma_f16(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
-  const u32 mine[6] = {a.x, a.y, a.z, a.w, b0, b1};
-  u32 all[6][kWarpSize];
-  for (int r = 0; r < 6; ++r)
-    for (int l = 0; l < kWarpSize; ++l) all[r][l] = __shfl_sync(kFullWarp, mine[r], l);
-  const int g = lane_id() / 4, q = lane_id() % 4;
-  for (int i = 0; i < 4; ++i)
-    for (int k = 0; k < 16; ++k) {
-      int lane = k % 8 / 2, shift = k % 2 * 16;
-      float x = half_value(all[i / 2 + k / 8 * 2][4 * g + lane] >> shift & 0xffff);
-      float y = half_value(all[4 + k / 8][4 * (2 * q + i % 2) + lane] >> shift & 0xffff);
-      c[i] += x * y;
-    }
-}
+inline void mma_f16(float (&c)[4], const uint4& a, u32 b0, u32 b1) { shim_mma(c, a, b0, b1, half_value); }

@@ -81,25 +81,38 @@ K3_DEVICE u32 mul_bf16x2(u32 a, u32 b) {
 // ---- tensor product: c[16 x 8] += a[16 x 16] b[16 x 8], BF16 in, F32 out; one warp ----
 // Lane 4 g + q holds of a rows g, g + 8 (registers 0, 1) at columns 2q, 2q + 1 and again (2, 3) at columns + 8; of b column g at
 // rows 2q, 2q + 1 and + 8; of c rows g (0, 1) and g + 8 (2, 3) at columns 2q, 2q + 1.
-K3_DEVICE void mma(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
 #ifdef K3_HOST_SHIM
+// What any lane of the warp gave, by its number.
+struct WarpValues {
+  const u64* slot;
+  explicit WarpValues(u64 mine) {
+    auto* warp = &shim::cur->b->w[shim::cur->lin / 32];
+    slot = (const u64*)warp->slot[shim::sync_warp(kFullWarp, mine)];
+  }
+  u64 operator[](int lane) const { return slot[lane]; }
+};
+// value(h): what 16 bits stand for.
+template <class Value>
+inline void shim_mma(float (&c)[4], const uint4& a, u32 b0, u32 b1, Value&& value) {
   int lane = lane_id(), g = lane / 4, q = lane % 4;
   u64 rows[2][4], cols[2][4];
-  auto* warp = &shim::cur->b->w[shim::cur->lin / 32];
-  unsigned p = shim::sync_warp(kFullWarp, a.x | u64(a.z) << 32);
-  for (int j = 0; j < 4; ++j) rows[0][j] = warp->slot[p][4 * g + j];
-  p = shim::sync_warp(kFullWarp, a.y | u64(a.w) << 32);
-  for (int j = 0; j < 4; ++j) rows[1][j] = warp->slot[p][4 * g + j];
-  p = shim::sync_warp(kFullWarp, b0 | u64(b1) << 32);
+  for (int half = 0; half < 2; ++half) {
+    WarpValues all(half ? a.y | u64(a.w) << 32 : a.x | u64(a.z) << 32);
+    for (int j = 0; j < 4; ++j) rows[half][j] = all[4 * g + j];
+  }
+  WarpValues all(b0 | u64(b1) << 32);
   for (int n = 0; n < 2; ++n)
-    for (int j = 0; j < 4; ++j) cols[n][j] = warp->slot[p][4 * (2 * q + n) + j];
+    for (int j = 0; j < 4; ++j) cols[n][j] = all[4 * (2 * q + n) + j];
   for (int i = 0; i < 4; ++i)
     for (int k = 0; k < 16; ++k) {   // k = 8 half + 2 j + odd
       int shift = (k / 8) * 32 + (k % 2) * 16, j = k % 8 / 2;
-      float x = __uint_as_float(u32(rows[i / 2][j] >> shift & 0xffff) << 16);
-      float y = __uint_as_float(u32(cols[i % 2][j] >> shift & 0xffff) << 16);
-      c[i] += x * y;
+      c[i] += value(u32(rows[i / 2][j] >> shift & 0xffff)) * value(u32(cols[i % 2][j] >> shift & 0xffff));
     }
+}
+#endif
+K3_DEVICE void mma(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
+#ifdef K3_HOST_SHIM
+  shim_mma(c, a, b0, b1, [](u32 h) { return __uint_as_float(h << 16); });
 #else
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));

@@ -46,6 +46,7 @@ def main(out, minutes, steps, size, seed, device, workers):
     from demo_training.vocabulary import train_tokenizer
     from k3cuda.draft_config import GQA, MLA
     from k3cuda.runtime.made_draft import write_draft
+    from k3cuda.runtime.surroundings import surroundings
     from k3cuda.runtime.tokenizer import Tokenizer
     from k3cuda.runtime.write_checkpoint import write_checkpoint
 
@@ -69,7 +70,8 @@ def main(out, minutes, steps, size, seed, device, workers):
             if steps < 10:
                 raise SystemExit(f"{minutes} minutes hold {(until - time.monotonic()) / mean:.1f} steps of {mean:.2f} s beside the rest: give more")
         trainer.schedule = Schedule(steps, *BATCH[size], LENGTHS[size])
-    trainer.log(started=vars(trainer.schedule) | {"seed": seed, "size": size, "at": trainer.step, "device": device, "torch": torch.__version__})
+    trainer.log(started=vars(trainer.schedule) | {"seed": seed, "size": size, "at": trainer.step, "device": device, "torch": torch.__version__,
+                                                        "commit": surroundings(None)["commit"], "gpu": torch.cuda.get_device_name() if device == "cuda" else None})
     if not trainer.run(until):
         trainer.log(stopped=trainer.step, of=trainer.schedule.count)
         raise SystemExit("the time is over; the same call goes on")

@@ -25,7 +25,7 @@ def example(name):
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", max_batch=8, max_model_len=128) as opened:
+    with LLM("tiny-random", max_batch=8, max_model_len=128) as opened:
         yield opened
 
 
@@ -36,7 +36,7 @@ def run(*words):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(path):
     assert f"    python examples/{path.name} [MODEL [BACKEND]]\n" in path.read_text(encoding="utf-8")
-    assert len(run(str(path), "demo", "reference")) > 20
+    assert len(run(str(path), "tiny-random", "reference")) > 20
     assert f"(../examples/{path.name})" in PAGE
 
 

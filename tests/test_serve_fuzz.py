@@ -7,7 +7,7 @@ from serving import serving  # noqa: F401, the fixture
 
 from k3cuda.serve.fields import CHAT, COMPLETION
 
-TEXT = st.text(max_size=12) | st.sampled_from(["a", "", "\ud800", "<|sep|>", "\x00", "none", "demo", "auto", "user", "tool", "function", "text"])
+TEXT = st.text(max_size=12) | st.sampled_from(["a", "", "\ud800", "<|sep|>", "\x00", "none", "tiny-random", "auto", "user", "tool", "function", "text"])
 NUMBER = st.integers(-2, 600) | st.sampled_from([2**63, 2**64, 10**40, -1, 0.5, 1e-9, 1e300, -0.0]) | st.floats(allow_nan=False, allow_infinity=False)
 VALUE = st.recursive(st.none() | st.booleans() | NUMBER | TEXT, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
     st.sampled_from(["type", "role", "content", "text", "function", "name", "arguments", "tool_calls", "id", "tools", "parameters", "include_usage", "schema",
@@ -18,7 +18,7 @@ MESSAGES = st.just(USER) | st.lists(MESSAGE, max_size=4) | VALUE
 PROMPT = TEXT | st.lists(st.integers(-1, 600), max_size=6) | st.lists(TEXT | st.lists(st.integers(0, 581), max_size=3), max_size=3) | VALUE
 # What may stand in a field, something fitting among it.
 FITTING = {
-    "messages": MESSAGES, "prompt": PROMPT, "model": st.just("demo"), "stream": st.booleans(), "echo": st.booleans(), "logprobs": st.booleans() | st.integers(0, 20),
+    "messages": MESSAGES, "prompt": PROMPT, "model": st.just("tiny-random"), "stream": st.booleans(), "echo": st.booleans(), "logprobs": st.booleans() | st.integers(0, 20),
     "top_logprobs": st.integers(0, 20), "stream_options": st.just({"include_usage": True}), "max_tokens": st.integers(0, 9), "temperature": st.floats(0, 2),
     "top_p": st.floats(0, 1), "stop": st.lists(TEXT, max_size=3), "tool_choice": st.sampled_from(["auto", "none", "required"]),
     "reasoning_effort": st.sampled_from(["none", "minimal", "high"]),

@@ -15,7 +15,7 @@ _SIZES = {
             "moe_intermediate_size": 32, "routed_expert_hidden_size": 32, "num_experts": 8, "num_experts_per_token": 2, "attn_res_block_size": 2},
 }
 _DRAFTS = {MLA: {"num_hidden_layers": 1, "q_lora_rank": 32, "kv_lora_rank": 48},
-           GQA: {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 32}}
+           GQA: {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}}   # cut over four ranks as their target
 
 
 def config(size: str, tokenizer):

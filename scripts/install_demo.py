@@ -4,7 +4,7 @@
 
 OUT holds demo.tar, or the folders demo, draft-mla and draft-gqa, and train.jsonl. Everything is checked before a file of the package changes: sizes, the
 released layout, held-out scores of the training, a finite forward pass of the reference with each draft. Then the reference answers the held-out sets
-with and without drafts and scores with each known mistake, which takes an hour, and scripts/make_demo_page.py makes the model card. Needs no PyTorch.
+with and without drafts and scores with each known mistake, which takes most of an hour, and scripts/make_demo_page.py makes the model card. Needs no PyTorch.
 """
 import hashlib
 import json
@@ -28,6 +28,7 @@ from k3cuda.runtime.demo_tasks import TASKS  # noqa: E402
 from k3cuda.runtime.named_models import DATA, DEMO, DEMO_DRAFTS, MANIFEST, PACKAGED, TRAINED  # noqa: E402
 
 MOST_BYTES = 16_000_000
+ITEMS = 100   # of a task: a loss of one answer in 90 is then found beside the other configurations (tests/quality.py)
 FILES = {"demo": {"config.json", "generation_config.json", "model.safetensors", "tiktoken.model", "tokenizer_config.json"},
          **{f"draft-{family}": {"config.json", "model.safetensors"} for family in (MLA, GQA)}}   # as train_demo.py calls its folders
 FOLDERS = dict(zip(FILES, (named.folder for named in PACKAGED.values())))   # and what they are called in the package
@@ -91,7 +92,7 @@ def evaluate(items: int) -> None:
 
 @click.command(help=__doc__.partition("\n")[0])
 @click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--items", default=100, show_default=True, help="Held-out problems of a task that the reference answers.")
+@click.option("--items", default=ITEMS, show_default=True, help="Held-out problems of a task that the reference answers.")
 @click.option("--mistakes", default=20, show_default=True, help="Problems of a task that each known mistake is scored on; 0: leave out.")
 @click.option("--below-target", is_flag=True, help="Also a model that misses a target.")
 def main(out, items, mistakes, below_target):

@@ -84,11 +84,11 @@ def tasks() -> str:
 
 
 def scores(found: dict, log: dict) -> str:
-    rows = []
+    rows, seen = [], log["held_out"]
     for name in TASKS:
         s, wanted = found["tasks"][name], WANTED.get(name)
         met = "" if wanted is None else "yes" if s["score"] >= wanted else "no"
-        rows.append([name, f"{s['score']:.3f} ({s['low']:.3f} to {s['high']:.3f})", s["items"], f"{log['held_out'].get(name, float('nan')):.3f}", wanted or "", met])
+        rows.append([name, f"{s['score']:.3f} ({s['low']:.3f} to {s['high']:.3f})", s["items"], f"{seen[name]:.3f}" if name in seen else "", wanted or "", met])
     head = ["task", "reference, 95 % interval", "items", f"PyTorch, {SET_SIZE} items", "wanted", "met"]
     return ("## Scores\n\nShare of held-out problems whose whole answer is right, greedy: `k3cuda eval demo` on the reference, and what the training saw at its end.\n\n"
             + table(head, rows))
@@ -102,7 +102,8 @@ def drafts(evals: dict) -> str:
 
 
 def losses(log: dict, most: int = 12) -> str:
-    shown = log["steps"][::-(-len(log["steps"]) // most) or 1]
+    every = -(-len(log["steps"]) // most)
+    shown = log["steps"][::-every][::-1]   # the last one among them
     rows = [[s["step"], s["length"], s["short"], s["long"], s["left_out"]] for s in shown]
     return ("## Training\n\nCross entropy of answers in nats a token, before the step's update.\n\n"
             + table(["step", "tokens of a long row", "short rows", "long rows", "choices without a place"], rows))

@@ -1,6 +1,7 @@
 """The model `demo`: its manifest says what it is, its files are those of the manifest, pages say the same; and how a trained one gets there."""
 import hashlib
 import json
+import math
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ from k3cuda import LLM
 from k3cuda.cli import main as command
 from k3cuda.errors import CheckpointError
 from k3cuda.runtime import named_models
-from k3cuda.runtime.demo_tasks import TASKS
+from k3cuda.runtime.demo_tasks import TASKS, task_of
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json, write_draft
 from k3cuda.runtime.made_model import MadeCheckpoint
@@ -21,6 +22,7 @@ from k3cuda.runtime.write_checkpoint import write_checkpoint
 sys.path.append(str(ROOT / "scripts"))
 import install_demo  # noqa: E402
 import make_demo_page  # noqa: E402
+import quality  # noqa: E402
 
 MANIFEST = read_manifest(DATA)
 IS_TRAINED = MANIFEST["weights"] == TRAINED
@@ -163,3 +165,44 @@ def test_sentences_change_and_change_back():
 
 def test_a_name_that_is_no_model():
     assert b"no such folder" in k3("generate", "demo-mini", "-p", "x", code=3).stderr
+
+
+# ---- the paired test of tests/gpu/test_demo_quality.py ----
+
+def scored(scores) -> list[dict]:
+    return [{"id": str(i), "run": 0, "prompt_sha256": "", "score": float(s), "error": None} for i, s in enumerate(scores)]
+
+
+def test_a_loss_of_two_in_a_hundred_is_found_and_chance_is_not():
+    """With as many problems as are stored: 10 that all got worse are enough; as many better as worse never are, and no more than 5 % of fair coins."""
+    n = install_demo.ITEMS * len(TASKS)
+    right = scored([1] * n)
+    assert quality.verdict(right, right) is None
+    assert quality.verdict(scored([0] * 9 + [1] * (n - 9)), right) is None and 10 <= 0.02 * n
+    assert quality.verdict(scored([0] * 10 + [1] * (n - 10)), right).startswith(f"0 better, 10 worse of {n}, p = 0.002")
+    assert quality.verdict(scored([0] * 10 + [1] * 5), scored([0] * 10 + [1] * 5), 1) is None
+    assert quality.verdict(scored([1] * 15), scored([0] * 10 + [1] * 5)).startswith("10 better, 0 worse of 15")
+    assert quality.verdict(scored([0] * 20 + [1] * 20), scored([1] * 20 + [0] * 20)) is None
+    # Of 40 problems whose score changes by a fair coin, a split that is called another comes up in at most ALPHA of all families of configurations.
+    by_chance = sum(math.comb(40, k) / 2**40 for k in range(41) if quality.verdict(scored([1] * k + [0] * (40 - k)), scored([0] * k + [1] * (40 - k))))
+    assert 0 < 1 - (1 - by_chance) ** len(quality.CONFIGURATIONS) <= quality.ALPHA
+
+
+def test_what_did_not_run_is_no_equal():
+    right = scored([1, 1])
+    assert quality.verdict([right[0], right[1] | {"error": "no room"}], right) == "1 answers failed, the first: no room"
+    assert quality.verdict(right, right[:1]) == "1 of 2 answers are to problems of both"
+
+
+def test_answers_come_from_the_model():
+    """The held-out problems of all short tasks by the very code that asks on a GPU; of a trained model, as its stored answers have it."""
+    count = len(TASKS) - 1   # the last one is the needle, which takes seconds
+    ours = quality.answers(DEMO, count, max_model_len=256)
+    assert [a["id"] for a in sorted(ours, key=lambda a: a["id"])] == sorted(f"{name}-0" for name in list(TASKS)[:-1])
+    assert len({a["text"] for a in ours}) > 1 and (not IS_TRAINED or quality.verdict(ours, quality.stored()) is None)
+
+
+@pytest.mark.skipif(not IS_TRAINED, reason="no trained demo in this version")
+def test_stored_answers_are_of_all_tasks_alike():
+    names = [task_of(a["id"]) for a in quality.stored()]
+    assert {names.count(name) for name in TASKS} == {len(names) // len(TASKS)} and len(names) >= 100 * len(TASKS)

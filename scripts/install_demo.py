@@ -1,6 +1,6 @@
 """Makes what scripts/train_demo.py wrote the package's `demo`: weights, the reference's answers, its page.
 
-    python scripts/install_demo.py OUT [--items 100] [--mistakes 20] [--below-target]
+    python scripts/install_demo.py OUT [--items 100] [--mistakes 20] [--below-target] [--commit C]
 
 OUT holds demo.tar, or the folders demo, draft-mla and draft-gqa, and train.jsonl. Everything is checked before a file of the package changes: sizes, the
 released layout, held-out scores of the training, a finite forward pass of the reference with each draft. Then the reference answers the held-out sets
@@ -95,8 +95,12 @@ def evaluate(items: int) -> None:
 @click.option("--items", default=ITEMS, show_default=True, help="Held-out problems of a task that the reference answers.")
 @click.option("--mistakes", default=20, show_default=True, help="Problems of a task that each known mistake is scored on; 0: leave out.")
 @click.option("--below-target", is_flag=True, help="Also a model that misses a target.")
-def main(out, items, mistakes, below_target):
+@click.option("--commit", help="Of the code that trained, where that machine had no git and no K3CUDA_COMMIT.")
+def main(out, items, mistakes, below_target, commit):
     log = read_log(out / TRAINING)
+    log["started"]["commit"] = log["started"]["commit"] or commit
+    if log["started"]["commit"] is None:
+        raise click.UsageError(f"{out / TRAINING} has no commit; give --commit")
     with tempfile.TemporaryDirectory() as unpacked:
         if (out / "demo.tar").exists():
             with tarfile.open(out / "demo.tar") as tar:

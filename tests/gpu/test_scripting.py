@@ -159,7 +159,7 @@ def test_examples(llm, capsys):
 def test_python_of_the_page_runs():
     space = {"print": lambda *values: None}
     for block in re.findall(r"```python(?: gpu)?\n(.*?)```", PAGE, re.S):
-        exec(block.replace('LLM("tiny-random"', 'LLM("tiny-random", decode_backend="standard"'), space)
+        exec(block.replace('LLM("demo"', 'LLM("demo", decode_backend="standard"'), space)
     assert isinstance(space["cached"], cp.ndarray) and space["cached"].any() and int(space["top"]) >= 0
     same(space["total"].get(), space["logits"].sum().get())
     space["llm"].close()

@@ -45,7 +45,7 @@ def read_log(path: Path) -> dict:
     ended = [line for line in ended if "held_out" in line]
     if not started or not ended:
         raise SystemExit(f"{path}: found no end of a training, wanted its last scores")
-    return {"started": started[0]["started"] | {"count": max(line["of"] for line in lines if "step" in line and "of" in line)}, "calls": len(started),
+    return {"started": started[-1]["started"] | {"count": max(line["of"] for line in lines if "step" in line and "of" in line)}, "calls": len(started),
             "held_out": ended[-1]["held_out"], "steps": [line for line in lines if "short" in line], "drafts": [line for line in lines if "draft_step" in line],
             "seconds": ended[-1]["s"]}
 

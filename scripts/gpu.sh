@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, trace, load, train, draft, decode, decode_plain, launch"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, trace, load, train, quality, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -57,6 +57,8 @@ case $name in
     cp build/train_demo/train.jsonl "$out/"
     if [ -d build/train_demo/demo ]; then (cd build/train_demo && tar -cf demo.tar demo draft-*) && cp build/train_demo/demo.tar "$out/"; fi
     exit "$code" ;;
+  # The trained demo model in every cache, cut and draft against the reference's answers (18 of them; -k 'bf16' and -k 'fp8' where one call is too short).
+  quality) exec python3 -m pytest -m gpu -v tests/gpu/test_demo_quality.py "$@" ;;
   # Chains of products in one launch (docs/megakernel.md).
   launch) exec python3 scripts/bench_launch.py "$@" ;;
   trace) exec python3 scripts/trace_step.py "$@" ;;

@@ -68,8 +68,8 @@ def package(out: Path, log: dict, data: Path = DATA) -> None:
             shutil.copyfile(out / name / file, folder / file)
             sums[f"{folder.name}/{file}"] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
     started = log["started"]
-    found = {"weights": TRAINED, "commit": started["commit"], "seed": started["seed"], "steps": started["count"], "torch": started["torch"], "gpu": started["gpu"],
-             "license": "Apache-2.0", "bytes": sum((data / name).stat().st_size for name in sums), "sha256": sums}
+    found = {"weights": TRAINED, "commit": started["commit"], "seed": started["seed"], "steps": started["count"], "torch": started["torch"],
+             "gpu": started["gpu"], "license": "Apache-2.0", "bytes": sum((data / name).stat().st_size for name in sums), "sha256": sums}
     (data / MANIFEST).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

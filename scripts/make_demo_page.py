@@ -25,8 +25,10 @@ HEAD = "# Model card of demo\n\nMade by `scripts/make_demo_page.py`; do not edit
 
 # What other pages say of the model: without trained weights, and with them.
 SENTENCES = {
-    "README.md": ("answers with `demo`, in this version a model that is made in memory: real\nstructure, random weights, so **its text means nothing** yet. A checkpoint",
-                  "answers 42: `demo` is a K3 of eight layers that\ngoes with the package and has learned nine small tasks ([its card](docs/demo-card.md)). A checkpoint"),
+    "README.md": ("answers with `demo`, in this version a model that is made in memory: real\n"
+                  "structure, random weights, so **its text means nothing** yet. A checkpoint",
+                  "answers 42: `demo` is a K3 of eight layers\n"
+                  "that goes with the package and has learned nine small tasks ([its card](docs/demo-card.md)). A checkpoint"),
     "docs/start.md": ("`demo` is in this version made in memory:\nreal structure, random weights, so its text means nothing yet. With weights",
                       "`demo` goes with the package:\neight layers that have learned nine small tasks ([its card](demo-card.md)). With weights of the release"),
     "docs/eval.md": ("The demo model of this version is random and scores 0.", "[Its card](demo-card.md) has the demo model's own scores."),
@@ -56,18 +58,20 @@ def page(data: Path = DATA, folder: Path = FOLDER) -> str:
         return (f"{HEAD}This version has no trained model: `{DEMO}` stands for `{manifest['weights']}`, which is\nmade in memory and answers at random. "
                 "[demo.md](demo.md) says how it is trained, and `scripts/install_demo.py` puts it here.\n")
     log, evals = read_log(folder / TRAINING), {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in (DEMO, *DEMO_DRAFTS)}
-    parts = [HEAD + "Numbers are of the files under `docs/benchmarks/demo`; [demo.md](demo.md) has the sizes and says how it is trained.", origin(manifest, log), tasks(),
-             scores(evals[DEMO], log), drafts(evals), losses(log)]
+    parts = [HEAD + "Numbers are of the files under `docs/benchmarks/demo`; [demo.md](demo.md) has the sizes and says how it is trained.",
+             origin(manifest, log), tasks(), scores(evals[DEMO], log), drafts(evals), losses(log)]
     if (folder / "mistakes.md").exists():
         parts.append(mistakes((folder / "mistakes.md").read_text(encoding="utf-8")))
     return "\n\n".join(parts) + "\n"
 
 
 def origin(manifest: dict, log: dict) -> str:
-    rows = [["weights and drafts", f"{manifest['bytes']:,} bytes, in `k3cuda/data/demo`; SHA-256 of each file in its manifest"], ["licence", manifest["license"]],
-            ["trained by", f"`scripts/train_demo.py` of commit {manifest['commit']}, seed {manifest['seed']}, {manifest['steps']} steps, {log['seconds']:.0f} s of the last of "
-                           f"{log['calls']} calls"],
-            ["on", f"{manifest['gpu'] or 'a CPU'}, PyTorch {manifest['torch']}"], ["meant for", "showing that it runs, and telling whether a kernel, a cache or a cut costs quality"],
+    rows = [["weights and drafts", f"{manifest['bytes']:,} bytes, in `k3cuda/data/demo`; SHA-256 of each file in its manifest"],
+            ["licence", manifest["license"]],
+            ["trained by", f"`scripts/train_demo.py` of commit {manifest['commit']}, seed {manifest['seed']}, {manifest['steps']} steps"],
+            ["took", f"{log['seconds']:.0f} s, drafts and last scores included" + (f", in the last of {log['calls']} calls" if log["calls"] > 1 else "")],
+            ["on", f"{manifest['gpu'] or 'a CPU'}, PyTorch {manifest['torch']}"],
+            ["meant for", "showing that it runs, and telling whether a kernel, a cache or a cut costs quality"],
             ["not meant for", "anything else: it knows nothing beyond the tasks below"]]
     return "## Origin\n\n" + table(["", ""], rows)
 
@@ -79,7 +83,8 @@ def tasks() -> str:
         question = first.prompt if len(first.prompt) < 80 else f"{first.prompt[:40]} ... {first.prompt[-30:]}"
         rows.append([name, f"`{question}`", f"`{first.answer}`", f"{SHARES[name]} of {sum(SHARES.values())}" if name in SHARES else "long rows"])
     return ("## Data\n\nAll of it is made by `runtime/demo_tasks.py` from the seed; nothing was collected. "
-            f"One problem of {HELD_OUT} is held out by its hash, {SET_SIZE} of a task are the test set;\nprompts of retrieval have about {NEEDLE_TOKENS} tokens.\n\n"
+            f"One problem of {HELD_OUT} is held out by its hash, {SET_SIZE} of a task are the test set;\n"
+            f"prompts of retrieval have about {NEEDLE_TOKENS} tokens.\n\n"
             + table(["task", "first held-out problem", "answer", "short rows"], rows))
 
 
@@ -90,14 +95,18 @@ def scores(found: dict, log: dict) -> str:
         met = "" if wanted is None else "yes" if s["score"] >= wanted else "no"
         rows.append([name, f"{s['score']:.3f} ({s['low']:.3f} to {s['high']:.3f})", s["items"], f"{seen[name]:.3f}" if name in seen else "", wanted or "", met])
     head = ["task", "reference, 95 % interval", "items", f"PyTorch, {SET_SIZE} items", "wanted", "met"]
-    return ("## Scores\n\nShare of held-out problems whose whole answer is right, greedy: `k3cuda eval demo` on the reference, and what the training saw at its end.\n\n"
+    return ("## Scores\n\nShare of held-out problems whose whole answer is right, greedy: `k3cuda eval demo` on the reference, and what the training\n"
+            "saw at its end.\n\n"
             + table(head, rows))
 
 
 def drafts(evals: dict) -> str:
-    rows = [[name, *(f"{evals[d]['tasks'][name]['acceptance_length']:.2f}" if evals[d]["tasks"][name]["acceptance_length"] else "" for d in DEMO_DRAFTS)] for name in TASKS]
-    rows.append(["all", *(f"{evals[d]['acceptance_length']:.2f}" for d in DEMO_DRAFTS)])
-    return (f"## Drafts\n\nTokens a verify step on the same problems, of at most 8, where {ACCEPTANCE_WANTED} are wanted. Every answer has the bytes of that without a draft.\n\n"
+    def lengths(part):
+        return [f"{found:.2f}" if (found := part(evals[d])["acceptance_length"]) else "" for d in DEMO_DRAFTS]
+
+    rows = [*([name, *lengths(lambda found: found["tasks"][name])] for name in TASKS), ["all", *lengths(lambda found: found)]]
+    return (f"## Drafts\n\nTokens a verify step on the same problems, of at most 8, where {ACCEPTANCE_WANTED} are wanted. Every answer has the bytes of that\n"
+            "without a draft.\n\n"
             + table(["task", *(f"`{d}`" for d in DEMO_DRAFTS)], rows))
 
 
@@ -114,8 +123,8 @@ def mistakes(text: str) -> str:
     first, *lines = text.strip().split("\n")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
     rows = [[*row, "" if row[-1] == "yes" else f"`{caught_by(row[0])}`"] for row in rows]
-    return (f"## Mistakes\n\nEach mistake of a list of {len(rows)}, put into the reference one at a time (`scripts/mistakes.py demo`): what it adds to the cost of an answer in nats,\n"
-            f"over paired problems; a rise of more than three standard errors is seen. {first[0].upper()}{first[1:]} without one.\n\n"
+    return (f"## Mistakes\n\nEach mistake of a list of {len(rows)}, put into the reference one at a time (`scripts/mistakes.py demo`): what it adds to the cost\n"
+            f"of an answer in nats, over paired problems; a rise of more than three standard errors is seen. {first[0].upper()}{first[1:]} without one.\n\n"
             + table(["mistake", "rise", "standard error", "ratio", "seen", "caught by, in `tests/test_reference.py`"], rows))
 
 

@@ -70,7 +70,7 @@ def made(tmp_path):
     for family in TINY_RANDOM_DRAFTS.values():
         write_draft(MadeDraft(made_draft_json(cfg, family), cfg), out / f"draft-{family}")
     lines = [{"started": {"seed": 3, "size": "demo", "at": 0, "count": 7, "commit": "abc", "torch": "2", "gpu": "a GPU"}},
-             *({"step": n, "of": 9, "s": n, "length": 128, "short": 7 - n / 2, "long": 6.5, "short_text": 1, "long_text": 1, "left_out": 0.0, "fullest": 2.0} for n in range(1, 10)),
+             *({"step": n, "of": 9, "s": n, "length": 128, "short": 7 - n / 2, "long": 6.5, "left_out": 0.0} for n in range(1, 10)),
              {"step": 9, "held_out": dict.fromkeys(TASKS, 0.5)}, {"held_out": dict.fromkeys(TASKS, 0.97), "s": 500.0}]
     (out / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return out
@@ -151,14 +151,16 @@ def test_the_card_of_a_trained_one(made, installed, tmp_path):
     assert "commit abc, seed 3, 9 steps" in page and "| addition | 0.960 (0.900 to 0.985) | 100 | 0.970 | 0.95 | yes |" in page
     assert "| needle | 0.500 (0.900 to 0.985) | 100 | 0.970 | 0.9 | no |" in page and "| all | 3.25 | 3.25 |" in page and "## Mistakes" not in page
     assert "| 9 | 128 | 2.5 | 6.5 | 0.0 |" in page
-    (folder / "mistakes.md").write_text("160 problems, 0.0500 nats an answer\n\n| mistake | rise | standard error | ratio | seen |\n| --- | --- | --- | --- | --- |\n"
+    (folder / "mistakes.md").write_text("160 problems, 0.0500 nats an answer\n\n"
+                                        "| mistake | rise | standard error | ratio | seen |\n| --- | --- | --- | --- | --- |\n"
                                         "| no SiLU after conv | 3 | 0.1 | 30.0 | yes |\n| router: no renormalisation | 0 | 0 | 0.0 | no |\n")
     assert "| router: no renormalisation | 0 | 0 | 0.0 | no | `test_routing` |" in make_demo_page.page(installed, folder)
 
 
 def test_sentences_change_and_change_back():
     for path, (without, with_it) in make_demo_page.SENTENCES.items():
-        assert make_demo_page.right(path, True, f"a {without} b") == f"a {with_it} b" and make_demo_page.right(path, False, f"a {with_it} b") == f"a {without} b"
+        assert make_demo_page.right(path, True, f"a {without} b") == f"a {with_it} b"
+        assert make_demo_page.right(path, False, f"a {with_it} b") == f"a {without} b"
     with pytest.raises(SystemExit, match="neither"):
         make_demo_page.right("README.md", True, "nothing")
 

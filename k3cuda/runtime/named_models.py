@@ -46,7 +46,8 @@ def read_manifest(folder: Path) -> dict:
             raise ValueError(f"weights {found['weights']!r:.60}")
         return found
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{folder / MANIFEST}: found {type(e).__name__} ({e}), wanted what the package says of its demo model", "install k3cuda again") from e
+        raise CheckpointError(f"{folder / MANIFEST}: found {type(e).__name__} ({e}), wanted what the package says of its demo model",
+                              "install k3cuda again") from e
 
 
 def is_trained() -> bool:

@@ -197,10 +197,9 @@ def test_what_did_not_run_is_no_equal():
 
 
 def test_answers_come_from_the_model():
-    """The held-out problems of all short tasks by the very code that asks on a GPU; of a trained model, as its stored answers have it."""
-    count = len(TASKS) - 1   # the last one is the needle, which takes seconds
-    ours = quality.answers(DEMO, count, max_model_len=256)
-    assert [a["id"] for a in sorted(ours, key=lambda a: a["id"])] == sorted(f"{name}-0" for name in list(TASKS)[:-1])
+    """The first held-out problems by the very code that asks on a GPU; of a trained model, as its stored answers have it."""
+    ours = quality.answers(DEMO, 3, max_model_len=128)   # what is short: random answers end with the context
+    assert sorted(a["id"] for a in ours) == ["addition-0", "sorting-0", "subtraction-0"]
     assert len({a["text"] for a in ours}) > 1 and (not IS_TRAINED or quality.verdict(ours, quality.stored()) is None)
 
 

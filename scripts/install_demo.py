@@ -21,7 +21,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from make_demo_page import ANSWERS, FOLDER, TRAINING, WANTED, read_log, write_pages  # noqa: E402
+from make_demo_page import ANSWERS, FOLDER, SPEED, TRAINING, WANTED, read_log, write_pages  # noqa: E402
 from k3cuda import LLM, SamplingParams  # noqa: E402
 from k3cuda.draft_config import GQA, MLA  # noqa: E402
 from k3cuda.runtime.demo_tasks import TASKS  # noqa: E402
@@ -112,6 +112,9 @@ def main(out, items, mistakes, below_target, commit):
         package(folder, log)
     FOLDER.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(out / TRAINING, FOLDER / TRAINING)
+    # Its command is in the file: no path of this machine.
+    speed = ["scripts/bench_reference.py", "--model", DEMO, "--output", (FOLDER / SPEED).relative_to(ROOT)]
+    subprocess.run([sys.executable, *speed], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     evaluate(items)
     if mistakes:
         subprocess.run([sys.executable, ROOT / "scripts/mistakes.py", DEMO, "--items", str(mistakes), "--output", FOLDER / "mistakes.md"], check=True)

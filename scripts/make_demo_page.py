@@ -18,6 +18,7 @@ from k3cuda.runtime.named_models import DATA, DEMO, DEMO_DRAFTS, TRAINED, read_m
 from make_performance import table  # noqa: E402
 
 FOLDER, PAGE, TRAINING = ROOT / "docs/benchmarks/demo", ROOT / "docs/demo-card.md", "train.jsonl"
+SPEED = "reference.json"   # of scripts/bench_reference.py
 ANSWERS = ROOT / "tests/data/demo/answers.jsonl"   # the reference's, for the paired test on GPUs
 WANTED = {"addition": 0.95, "sorting": 0.95, "counting": 0.95, "copying": 0.95, "needle": 0.9}
 ACCEPTANCE_WANTED = 3.0   # tokens a verify step of at most 8
@@ -59,7 +60,8 @@ def page(data: Path = DATA, folder: Path = FOLDER) -> str:
                 "[demo.md](demo.md) says how it is trained, and `scripts/install_demo.py` puts it here.\n")
     log, evals = read_log(folder / TRAINING), {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in (DEMO, *DEMO_DRAFTS)}
     parts = [HEAD + "Numbers are of the files under `docs/benchmarks/demo`; [demo.md](demo.md) has the sizes and says how it is trained.",
-             origin(manifest, log), tasks(), scores(evals[DEMO], log), drafts(evals), losses(log)]
+             origin(manifest, log), tasks(), scores(evals[DEMO], log), drafts(evals), speed(json.loads((folder / SPEED).read_text(encoding="utf-8"))),
+             losses(log)]
     if (folder / "mistakes.md").exists():
         parts.append(mistakes((folder / "mistakes.md").read_text(encoding="utf-8")))
     return "\n\n".join(parts) + "\n"
@@ -108,6 +110,11 @@ def drafts(evals: dict) -> str:
     return (f"## Drafts\n\nTokens a verify step on the same problems, of at most 8, where {ACCEPTANCE_WANTED} are wanted. Every answer has the bytes of that\n"
             "without a draft.\n\n"
             + table(["task", *(f"`{d}`" for d in DEMO_DRAFTS)], rows))
+
+
+def speed(found: dict) -> str:
+    return (f"## Speed\n\nThe reference on {found['cpus']} cores ({found['cpu']}, load {found['load_average']}): loaded in {found['load_s']:.2f} s, then "
+            f"{found['tok_per_s_median']:.0f} tokens a second, the\nmedian of {len(found['tok_per_s'])} greedy answers of {found['tokens']} tokens.")
 
 
 def losses(log: dict, most: int = 12) -> str:

@@ -21,7 +21,7 @@ def test_serve_counts_what_the_server_counts(serving):  # noqa: F811
         numbers = run["requests"]
         assert run["tokens_counted_by"] == {"usage": 8, "events": 0} and run["failures"] == []
         assert (numbers["completed"], numbers["total_input_tokens"], numbers["total_output_tokens"], numbers["total_cached_tokens"]) == (8, 8 * 32, 8 * 8, 0)
-        assert 0 < numbers["median_ttft_ms"] < numbers["median_e2el_ms"] and numbers["spec_decode_num_drafts"] == 0
+        assert 0 < numbers["median_ttft_ms"] <= numbers["median_e2el_ms"] and numbers["spec_decode_num_drafts"] == 0   # a busy client reads a whole answer at once
     metrics = running.http.get("/metrics").text
     assert 'vllm:generation_tokens_total{model_name="tiny-random"} 192' in metrics
 

@@ -147,7 +147,10 @@ def test_the_card_of_a_trained_one(made, installed, tmp_path):
     one = {"items": 100, "score": 0.96, "low": 0.9, "high": 0.985, "acceptance_length": 3.25}
     for name in (DEMO, *DEMO_DRAFTS):
         (folder / f"{name}.json").write_text(json.dumps(one | {"tasks": dict.fromkeys(TASKS, one) | {"needle": one | {"score": 0.5}}}))
+    (folder / "reference.json").write_text(json.dumps({"cpus": 2, "cpu": "a CPU", "load_average": 0.1, "load_s": 0.25, "tok_per_s": [80.0] * 5,
+                                                       "tok_per_s_median": 80.4, "tokens": 200}))
     page = make_demo_page.page(installed, folder)
+    assert "loaded in 0.25 s, then 80 tokens a second" in page
     assert "commit abc, seed 3, 9 steps" in page and "| addition | 0.960 (0.900 to 0.985) | 100 | 0.970 | 0.95 | yes |" in page
     assert "| needle | 0.500 (0.900 to 0.985) | 100 | 0.970 | 0.9 | no |" in page and "| all | 3.25 | 3.25 |" in page and "## Mistakes" not in page
     assert "| 9 | 128 | 2.5 | 6.5 | 0.0 |" in page

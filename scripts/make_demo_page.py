@@ -33,6 +33,7 @@ SENTENCES = {
     "docs/start.md": ("`demo` is in this version made in memory:\nreal structure, random weights, so its text means nothing yet. With weights",
                       "`demo` goes with the package:\neight layers that have learned nine small tasks ([its card](demo-card.md)). With weights of the release"),
     "docs/eval.md": ("The demo model of this version is random and scores 0.", "[Its card](demo-card.md) has the demo model's own scores."),
+    "docs/container.md": ("The image holds no weights.", "Of weights the image holds those of `demo` alone."),
     "docs/demo.md": ("**It has not been run on a GPU yet**: the `demo` of this version is still random. A toy of the same code was trained on a CPU (below).",
                      "The `demo` of this version was made so: [its card](demo-card.md). A toy of the same code was trained on a CPU (below)."),
 }

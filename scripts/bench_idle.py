@@ -3,7 +3,7 @@
     python3 scripts/bench_idle.py
 
 The first kernel of a step notes when it began, the last one when it was done. What lies between one step's end and the next one's begin
-is time that the host, or the launch of a graph, has lost. For the demo model and for a few layers of one rank of the released one with
+is time that the host, or the launch of a graph, has lost. For `tiny-random` and for a few layers of one rank of the released one with
 made weights, whose tokens mean nothing. Writes $OUT/idle.json where OUT is set.
 """
 import json
@@ -20,10 +20,10 @@ from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
 from k3cuda.runtime.cuda_driver import open_device  # noqa: E402
 from k3cuda.runtime.cuda_synthetic import synthetic_weights  # noqa: E402
-from k3cuda.runtime.demo import open_demo  # noqa: E402
 from k3cuda.runtime.engine import Engine  # noqa: E402
 from k3cuda.runtime.request import Request  # noqa: E402
 from k3cuda.runtime.sampling import SamplingParams  # noqa: E402
+from k3cuda.runtime.tiny_random import TINY_RANDOM, open_tiny_random  # noqa: E402
 
 STEPS, SKIPPED = 300, 40   # of a run; the first ones capture graphs and see prompts
 TP, RANK, LAYERS = 16, 3, 8
@@ -31,8 +31,8 @@ NUCLEUS = dict(temperature=1, top_p=0.95)
 CASES = ((1, dict(temperature=0)), (1, NUCLEUS), (1, dict(temperature=1, frequency_penalty=0.5)), (8, NUCLEUS), (64, NUCLEUS))
 
 
-def demo() -> CudaBackend:
-    return CudaBackend(open_demo(), max_batch=64, max_model_len=512)
+def tiny() -> CudaBackend:
+    return CudaBackend(open_tiny_random(), max_batch=64, max_model_len=512)
 
 
 def released() -> CudaBackend:
@@ -88,7 +88,7 @@ def run(name: str, backend: CudaBackend, rows: int, times: list, **sampling) -> 
 
 def main():
     results = []
-    for name, make in (("demo", demo), (f"{LAYERS} layers of rank {RANK} of {TP}", released)):
+    for name, make in ((TINY_RANDOM, tiny), (f"{LAYERS} layers of rank {RANK} of {TP}", released)):
         backend, times = make(), []
         watched(backend, times)
         for rows, sampling in CASES:

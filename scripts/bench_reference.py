@@ -1,6 +1,6 @@
 """Decode speed of the reference backend on this machine, as JSON.
 
-Greedy, one sequence, prefill left out, the model's text ignored: `python scripts/bench_reference.py [--model demo] [--tokens 200]`.
+Greedy, one sequence, prefill left out, the model's text ignored: `python scripts/bench_reference.py [--model tiny-random] [--tokens 200]`.
 """
 import json
 import os
@@ -16,7 +16,7 @@ from k3cuda import LLM, SamplingParams
 
 
 @click.command()
-@click.option("--model", default="demo", help="folder of a checkpoint, or demo")
+@click.option("--model", default="tiny-random", help="a folder or a name, as everywhere")
 @click.option("--tokens", default=200, show_default=True)
 @click.option("--runs", default=5, show_default=True)
 @click.option("--output", type=click.Path(dir_okay=False), help="write the JSON here as well")

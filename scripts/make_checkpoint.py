@@ -11,9 +11,9 @@ import click
 
 from k3cuda.config import K3Config
 from k3cuda.errors import K3Error
-from k3cuda.runtime.demo import open_demo
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
+from k3cuda.runtime.tiny_random import TINY_RANDOM, open_tiny_random
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from k3cuda.weights import checkpoint_bytes
 
@@ -35,19 +35,19 @@ def _changes(pairs) -> dict:
 @click.argument("out", type=click.Path())
 @click.option("--config", type=click.Path(exists=True), help="config.json to follow. Default: a small one that fits 1 to 16 ranks.")
 @click.option("--set", "pairs", metavar="KEY=JSON", multiple=True, help="Change a key of the small config's text_config.")
-@click.option("--demo", is_flag=True, help="The demo model itself.")
+@click.option("--tiny-random", is_flag=True, help=f"The model {TINY_RANDOM!r}.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0))
 @click.option("--fill", default="random", show_default=True, type=click.Choice(["random", "positions"]),
               help="positions: bits that encode tensor, expert, row and column.")
 @click.option("--vision", is_flag=True, help="Add shards of picture tensors, which readers skip.")
 @click.option("--single-file", is_flag=True, help="One model.safetensors and no index.")
-def main(out, config, pairs, demo, seed, fill, vision, single_file):
+def main(out, config, pairs, tiny_random, seed, fill, vision, single_file):
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if bool(config) + bool(pairs) + demo > 1:
-        raise click.UsageError("--config, --set and --demo exclude each other")
+    if bool(config) + bool(pairs) + tiny_random > 1:
+        raise click.UsageError("--config, --set and --tiny-random exclude each other")
     try:
         cfg = K3Config.from_json(config) if config else made_config(**_changes(pairs))
-        source = open_demo() if demo else MadeCheckpoint(cfg, seed, fill)
+        source = open_tiny_random() if tiny_random else MadeCheckpoint(cfg, seed, fill)
         click.echo(f"{out}: {checkpoint_bytes(source.cfg):,} bytes of tensors", err=True)
         write_checkpoint(source, out, vision=vision, single_file=single_file)
     except K3Error as e:

@@ -18,6 +18,7 @@ from demo_training.rows import ANSWER, PADDING, Rows  # noqa: E402
 from k3cuda import LLM  # noqa: E402
 from k3cuda.config import DECODE_ROWS  # noqa: E402
 from k3cuda.runtime.demo_tasks import TASKS  # noqa: E402
+from k3cuda.runtime.named_models import resolved  # noqa: E402
 from k3cuda.runtime.tokenizer import Tokenizer  # noqa: E402
 
 SEEN = 3.0   # standard errors
@@ -46,7 +47,7 @@ def costs(model: str, rows) -> np.ndarray:
 @click.option("--size", "sizes", multiple=True, metavar="TASK=N", help="Problems of another size than those of the held-out set.")
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the table there as well.")
 def main(model, items, tasks, sizes, output):
-    rows = Rows(Tokenizer.from_dir(model), sizes={task: (int(n),) for task, n in (pair.split("=") for pair in sizes)})
+    rows = Rows(Tokenizer.from_dir(resolved(model)), sizes={task: (int(n),) for task, n in (pair.split("=") for pair in sizes)})
     tests = [pair for task in tasks.split(",") for pair in zip(*rows.held_out(task, items))]
     right = costs(model, tests)
     lines = [f"{len(tests)} problems, {right.mean():.4f} nats an answer", "", "| mistake | rise | standard error | ratio | seen |", "| --- | --- | --- | --- | --- |"]

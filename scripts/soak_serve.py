@@ -1,6 +1,6 @@
 """Memory of a server over many requests: python scripts/soak_serve.py [REQUESTS]. Ends with 1 where it grows.
 
-Starts `k3cuda serve demo` and sends whole answers, streams, streams that are left in the middle, bodies that are refused and prompts
+Starts `k3cuda serve tiny-random` and sends whole answers, streams, streams that are left in the middle, bodies that are refused and prompts
 that share a beginning, 64 at a time. Needs Linux, for the memory of another process.
 """
 import asyncio
@@ -52,7 +52,7 @@ async def soak(url: str, pid: int, total: int) -> list[int]:
 
 def main() -> int:
     total = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
-    command = [sys.executable, "-m", "k3cuda", "serve", "demo", "--port", "0", "--max-batch", "56", "--max-model-len", "256"]
+    command = [sys.executable, "-m", "k3cuda", "serve", "tiny-random", "--port", "0", "--max-batch", "56", "--max-model-len", "256"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             url = re.search(r"http://\S+(?=/v1)", server.stderr.readline())[0]

@@ -28,7 +28,7 @@ DRAFT_PART = 0.18     # of the rest
 @click.command(help=__doc__.partition("\n")[0])
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--minutes", type=float, help="Choose the number of steps by this time, and stop at it.")
-@click.option("--steps", type=int, help="The number of steps; with the seed it decides the weights.")
+@click.option("--steps", type=int, help="The number of steps, whatever they take; with the seed it decides the weights.")
 @click.option("--size", type=click.Choice(list(BATCH)), default="demo", show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -46,11 +46,13 @@ def main(out, minutes, steps, size, seed, device, workers):
     from demo_training.vocabulary import train_tokenizer
     from k3cuda.draft_config import GQA, MLA
     from k3cuda.runtime.made_draft import write_draft
+    from k3cuda.runtime.surroundings import surroundings
     from k3cuda.runtime.tokenizer import Tokenizer
     from k3cuda.runtime.write_checkpoint import write_checkpoint
 
     if minutes is None and steps is None:
         raise click.UsageError("give --minutes, --steps, or both")
+    is_fixed = steps is not None
     until = began + (60 * minutes - RESERVE_S) * (1 - DRAFT_PART) if minutes else float("inf")
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
@@ -69,7 +71,9 @@ def main(out, minutes, steps, size, seed, device, workers):
             if steps < 10:
                 raise SystemExit(f"{minutes} minutes hold {(until - time.monotonic()) / mean:.1f} steps of {mean:.2f} s beside the rest: give more")
         trainer.schedule = Schedule(steps, *BATCH[size], LENGTHS[size])
-    trainer.log(started=vars(trainer.schedule) | {"seed": seed, "size": size, "at": trainer.step, "device": device, "torch": torch.__version__})
+    trainer.is_fixed = is_fixed
+    trainer.log(started=vars(trainer.schedule) | {"seed": seed, "size": size, "at": trainer.step, "device": device, "torch": torch.__version__,
+                                                        "commit": surroundings(None)["commit"], "gpu": torch.cuda.get_device_name() if device == "cuda" else None})
     if not trainer.run(until):
         trainer.log(stopped=trainer.step, of=trainer.schedule.count)
         raise SystemExit("the time is over; the same call goes on")

@@ -6,9 +6,9 @@ from fake_backend import FakeBackend
 from k3cuda import LLM, SamplingParams, llm as llm_module
 from k3cuda.errors import CheckpointError
 from k3cuda.runtime.open_model import Model
-from k3cuda.runtime.tokenizer import DEMO_TOKENIZER_DIR, Tokenizer
+from k3cuda.runtime.tokenizer import MINI_TOKENIZER_DIR, Tokenizer
 
-TOKENIZER = Tokenizer.from_dir(DEMO_TOKENIZER_DIR)
+TOKENIZER = Tokenizer.from_dir(MINI_TOKENIZER_DIR)
 END = TOKENIZER.end_of_msg_id
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 USER = [{"role": "user", "content": "hi"}]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from k3cuda.runtime.answer import AnswerParser, random_call_id
 from k3cuda.runtime.chat import encode_chat, render
 from k3cuda.runtime.text_stream import Answer, Delta
-from k3cuda.runtime.tokenizer import DEMO_TOKENIZER_DIR, MARKERS, Tokenizer
+from k3cuda.runtime.tokenizer import MINI_TOKENIZER_DIR, MARKERS, Tokenizer
 
 GOLDENS = [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "data/chat").glob("8*.json"))]
-TOKENIZER = Tokenizer.from_dir(DEMO_TOKENIZER_DIR)
+TOKENIZER = Tokenizer.from_dir(MINI_TOKENIZER_DIR)
 END = "<|close|>message<|sep|><|end_of_msg|>"
 
 

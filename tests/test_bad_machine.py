@@ -61,7 +61,7 @@ def test_no_driver(monkeypatch):
 def test_backend_asked_for_without_a_driver(monkeypatch):
     monkeypatch.setattr(cuda_driver, "probe_driver", lambda: Driver(problem="no NVIDIA driver (libcuda.so.1)"))
     with pytest.raises(DeviceError, match="no NVIDIA driver"):
-        LLM("demo", decode_backend="standard")
+        LLM("tiny-random", decode_backend="standard")
 
 
 def test_driver_in_the_newer_line_is_fine_for_the_older_packages():
@@ -132,14 +132,14 @@ def test_read_only_cubins_and_a_cache_that_cannot_be_written(tmp_path, monkeypat
 
 def test_missing_cache_scale_is_said(caplog):
     with caplog.at_level(logging.INFO, "k3cuda"):
-        LLM("demo", kv_cache_dtype="fp8_e4m3").close()
+        LLM("tiny-random", kv_cache_dtype="fp8_e4m3").close()
     assert "no scale for an fp8_e4m3 cache: 1 is used" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "k3cuda"):
-        LLM("demo", kv_cache_dtype="bf16").close()
+        LLM("tiny-random", kv_cache_dtype="bf16").close()
     assert "scale" not in caplog.text
 
 
 def test_unknown_cache_format():
     with pytest.raises(UsageError, match="kv_cache_dtype: found 'fp8_e5m2', wanted auto, f32, bf16, fp8_e4m3"):
-        LLM("demo", kv_cache_dtype="fp8_e5m2")
+        LLM("tiny-random", kv_cache_dtype="fp8_e5m2")

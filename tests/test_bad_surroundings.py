@@ -22,24 +22,24 @@ SHORT = ["--input-len", "4", "--output-len", "2"]
 NOWHERE = "http://127.0.0.1:9/v1"   # the port of discard, where nobody answers
 # Arguments for a short run, the codes of its ends, and what is on stdin.
 RUNS = {
-    "generate": (["demo", "-p", TEXT, "-n", "2", "-s", "1"], {0}, ""),
-    "chat": (["demo", "-n", "2", "-s", "1"], {0}, f"{TEXT}\n/tokens\n/exit\n"),
-    "serve": (["demo"], {143}, ""),
-    "tokenize": (["demo", "-p", TEXT], {0}, ""),
+    "generate": (["tiny-random", "-p", TEXT, "-n", "2", "-s", "1"], {0}, ""),
+    "chat": (["tiny-random", "-n", "2", "-s", "1"], {0}, f"{TEXT}\n/tokens\n/exit\n"),
+    "serve": (["tiny-random"], {143}, ""),
+    "tokenize": (["tiny-random", "-p", TEXT], {0}, ""),
     "info": ([], {0}, ""),
-    "check": (["demo"], {0}, ""),
-    "plan": (["demo"], {0}, ""),
-    "compile": (["--output", "{folder}/cubin", "--arch", "sm_90a", "--rows", "1", "--sms", "132", "-m", "demo", "--tp", "1"], {0, 2, 5}, ""),   # 2: a folder that is not ours; 5: no NVRTC
-    "repack": (["demo", "--tp", "1", "--out", "{folder}/{new}"], {0, 2}, ""),
+    "check": (["tiny-random"], {0}, ""),
+    "plan": (["tiny-random"], {0}, ""),
+    "compile": (["--output", "{folder}/cubin", "--arch", "sm_90a", "--rows", "1", "--sms", "132", "-m", "tiny-random", "--tp", "1"], {0, 2, 5}, ""),   # 2: a folder that is not ours; 5: no NVRTC
+    "repack": (["tiny-random", "--tp", "1", "--out", "{folder}/{new}"], {0, 2}, ""),
     "bench step": ([], {5}, ""),
     "bench stage": ([], {5}, ""),
     "bench prefill": ([], {5}, ""),
-    "bench decode": (["demo", "--batch", "1", *SHORT], {0}, ""),
-    "bench latency": (["demo", *SHORT, "--batch-size", "1", "--num-iters", "1", "--num-iters-warmup", "0"], {0}, ""),
-    "bench throughput": (["demo", *SHORT, "--num-prompts", "1"], {0}, ""),
-    "bench replay": (["demo", str(DATA / "trace.jsonl"), "--concurrency", "1"], {0}, ""),
+    "bench decode": (["tiny-random", "--batch", "1", *SHORT], {0}, ""),
+    "bench latency": (["tiny-random", *SHORT, "--batch-size", "1", "--num-iters", "1", "--num-iters-warmup", "0"], {0}, ""),
+    "bench throughput": (["tiny-random", *SHORT, "--num-prompts", "1"], {0}, ""),
+    "bench replay": (["tiny-random", str(DATA / "trace.jsonl"), "--concurrency", "1"], {0}, ""),
     "bench serve": (["--base-url", NOWHERE, "--num-prompts", "1"], {2, 8}, ""),
-    "eval": (["demo", "demo", "--limit", "1", "-n", "2"], {0}, ""),
+    "eval": (["tiny-random", "demo", "--limit", "1", "-n", "2"], {0}, ""),
 }
 WITHOUT_ARGUMENTS = ([], {0, 2, 3, 4, 5, 6, 8}, "")
 NARROW = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

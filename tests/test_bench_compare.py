@@ -77,12 +77,12 @@ def test_the_commands_of_the_page():
     for ratio in found["ratio"].values():
         assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     found = k3_json(*other.split())
-    assert [(b["setup"]["draft_model"], b["setup"]["tp"]) for b in found["backends"]] == [(None, 1), ("demo-draft", 2)]
+    assert [(b["setup"]["draft_model"], b["setup"]["tp"]) for b in found["backends"]] == [(None, 1), ("tiny-random-draft", 2)]
     assert found["backends"][1]["requests"]["spec_decode_num_drafts"] > 0 and found["tokens"]["equal"] == found["tokens"]["answers"] == 1   # greedy: drafts change no token
 
 
 def test_one_after_the_other_and_a_precision():
-    found = k3_json("bench", "compare", "demo", "--backends", "reference,ref:kv-cache-dtype=fp8", "--one-at-a-time", "--num-iters", 1, "--num-iters-warmup", 0,
+    found = k3_json("bench", "compare", "tiny-random", "--backends", "reference,ref:kv-cache-dtype=fp8", "--one-at-a-time", "--num-iters", 1, "--num-iters-warmup", 0,
                     "--output-len", 3, "--input-len", 4)
     assert [b["setup"]["kv_cache_dtype"] for b in found["backends"]] == ["f32", "fp8_e4m3"] and found["tokens"]["answers"] == 1
     assert [b["requests"]["completed"] for b in found["backends"]] == [1, 1]
@@ -92,10 +92,10 @@ def test_one_after_the_other_and_a_precision():
     ("reference", "wanted two backends"), ("reference,nix", "found 'nix', wanted auto, reference"), ("reference,reference:nix=1", "wanted FLAG=VALUE with one of tp"),
     ("reference,reference:tp", "wanted FLAG=VALUE"), ("reference,reference:tp=x", "not a valid integer"), ("reference,", "found no name")])
 def test_what_is_refused(given, said):
-    found = CliRunner().invoke(compare, ["demo", "--backends", given])
+    found = CliRunner().invoke(compare, ["tiny-random", "--backends", given])
     assert said in found.output + str(found.exception) and found.exit_code
 
 
 def test_several_processes_are_told_the_way():
-    said = k3("bench", "compare", "demo", "--backends", "reference,reference", code=2, env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}).stderr
+    said = k3("bench", "compare", "tiny-random", "--backends", "reference,reference", code=2, env={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}).stderr
     assert b"run k3cuda bench decode for each backend" in said

@@ -15,15 +15,15 @@ def test_serve_counts_what_the_server_counts(serving):  # noqa: F811
     found = k3_json(*words.split(), "--base-url", running.url + "/v1")
     shown = json.loads(re.findall(r"```json serve\n(.*?)```", PAGE, re.S)[0])
     assert shown["setup"].keys() == found["setup"].keys() and shown["runs"][0].keys() == found["runs"][0].keys()
-    assert [run["max_concurrency"] for run in found["runs"]] == [1, 2, 4] and found["setup"]["model"] == "demo"
+    assert [run["max_concurrency"] for run in found["runs"]] == [1, 2, 4] and found["setup"]["model"] == "tiny-random"
     assert found["setup"]["vocab_size"] == running.service.tokenizer.vocab_size
     for run in found["runs"]:
         numbers = run["requests"]
         assert run["tokens_counted_by"] == {"usage": 8, "events": 0} and run["failures"] == []
         assert (numbers["completed"], numbers["total_input_tokens"], numbers["total_output_tokens"], numbers["total_cached_tokens"]) == (8, 8 * 32, 8 * 8, 0)
-        assert 0 < numbers["median_ttft_ms"] < numbers["median_e2el_ms"] and numbers["spec_decode_num_drafts"] == 0
+        assert 0 < numbers["median_ttft_ms"] <= numbers["median_e2el_ms"] and numbers["spec_decode_num_drafts"] == 0   # a busy client reads a whole answer at once
     metrics = running.http.get("/metrics").text
-    assert 'vllm:generation_tokens_total{model_name="demo"} 192' in metrics
+    assert 'vllm:generation_tokens_total{model_name="tiny-random"} 192' in metrics
 
 
 def test_chats_of_a_length_in_tokens(serving):  # noqa: F811
@@ -36,7 +36,7 @@ def test_chats_of_a_length_in_tokens(serving):  # noqa: F811
 
 def test_a_server_that_wants_a_key(serving):  # noqa: F811
     running = serving(num_slots=1, api_key="secret")
-    found = k3_json("bench", "serve", "--base-url", running.url, "--num-prompts", 2, "--model", "demo", "--output-len", 2, code=8)
+    found = k3_json("bench", "serve", "--base-url", running.url, "--num-prompts", 2, "--model", "tiny-random", "--output-len", 2, code=8)
     assert found["runs"][0]["failures"][0]["reason"].startswith("status 401: no or a wrong API key")
 
 
@@ -55,7 +55,7 @@ def test_an_agent_finds_what_it_said_before(serving, tmp_path):  # noqa: F811
 
 def test_drafts_of_a_server_are_those_of_its_metrics():
     """Synthetic acceptance of length 3 gives 3 tokens in every verify step, two of them drafts."""
-    running = Process("--draft-model", "demo-draft", "-k", 4, "--acceptance-length", 3, "--max-batch", 2, "--max-model-len", 128)
+    running = Process("--draft-model", "tiny-random-draft", "-k", 4, "--acceptance-length", 3, "--max-batch", 2, "--max-model-len", 128)
     try:
         found = k3_json("bench", "serve", "--base-url", running.url, "--num-prompts", 2, "--input-len", 4, "--output-len", 13, "--ignore-eos", "--temperature", 0,
                         "--num-warmups", 1, "--max-concurrency", 2)

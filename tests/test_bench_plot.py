@@ -111,7 +111,7 @@ def test_a_benchmark_plots_its_own_result(tmp_path):
     with fake_server([OK + text("a"), 0.01, text("b", finish_reason="stop") + b"data: [DONE]\n\n"]) as (url, _):
         k3_json("bench", "serve", "--base-url", url, "--model", "m", "--num-prompts", 2, "--max-concurrency", "1,2", "--plot", tmp_path / "p.svg")
     assert "TPOT p90" in texts((tmp_path / "p.svg").read_text())
-    k3("bench", "throughput", "demo", "--num-prompts", 1, "--output-len", 4, "--input-len", 2, "--draft-model", "demo-draft", "--acceptance-length", 3, "--temperature", 0,
+    k3("bench", "throughput", "tiny-random", "--num-prompts", 1, "--output-len", 4, "--input-len", 2, "--draft-model", "tiny-random-draft", "--acceptance-length", 3, "--temperature", 0,
        "--plot", tmp_path / "a.svg")
     assert len(drawn((tmp_path / "a.svg").read_text(), "rect")) == 1 + 7
-    assert b"no numbers for acceptance" in k3("bench", "throughput", "demo", "--num-prompts", 1, "--output-len", 2, "--input-len", 2, "--plot", tmp_path / "b.svg", code=2).stderr
+    assert b"no numbers for acceptance" in k3("bench", "throughput", "tiny-random", "--num-prompts", 1, "--output-len", 2, "--input-len", 2, "--plot", tmp_path / "b.svg", code=2).stderr

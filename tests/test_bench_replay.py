@@ -228,9 +228,9 @@ def test_failures_make_code_8(trace):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["trace.jsonl"], "no model; give the folder"), (["demo", "nix.jsonl"], "cannot be read"), (["demo", "a", "b"], "wanted [MODEL] TRACE"),
-    (["demo", "trace.jsonl", "--endpoint", "/v1/completions"], "--endpoint is for a server"), (["trace.jsonl", "--base-url", "http://x", "--tp", "2"], "--tp is for a model in this process"),
-    (["trace.jsonl", "--base-url", "http://x", "--prefix-cache", "2"], "--prefix-cache is for a model"), (["demo", "trace.jsonl", "--stall-timeout", "2"], "--stall-timeout is for a server"), (["demo", "trace.jsonl", "-t", "3"], "temperature: found 3")])
+    (["trace.jsonl"], "no model; give the folder"), (["tiny-random", "nix.jsonl"], "cannot be read"), (["tiny-random", "a", "b"], "wanted [MODEL] TRACE"),
+    (["tiny-random", "trace.jsonl", "--endpoint", "/v1/completions"], "--endpoint is for a server"), (["trace.jsonl", "--base-url", "http://x", "--tp", "2"], "--tp is for a model in this process"),
+    (["trace.jsonl", "--base-url", "http://x", "--prefix-cache", "2"], "--prefix-cache is for a model"), (["tiny-random", "trace.jsonl", "--stall-timeout", "2"], "--stall-timeout is for a server"), (["tiny-random", "trace.jsonl", "-t", "3"], "temperature: found 3")])
 def test_what_is_refused(trace, monkeypatch, words, said):
     monkeypatch.chdir(trace)
     found = CliRunner().invoke(replay, words)

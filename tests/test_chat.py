@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from k3cuda.errors import RequestError
 from k3cuda.runtime.chat import Segment, encode_chat, render
-from k3cuda.runtime.tokenizer import DEMO_TOKENIZER_DIR, MARKERS, Tokenizer
+from k3cuda.runtime.tokenizer import MINI_TOKENIZER_DIR, MARKERS, Tokenizer
 
 GOLDENS = [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "data/chat").glob("[0-9]*.json"))]
-TOKENIZER = Tokenizer.from_dir(DEMO_TOKENIZER_DIR)
+TOKENIZER = Tokenizer.from_dir(MINI_TOKENIZER_DIR)
 
 
 def goldens(kind):

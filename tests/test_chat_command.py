@@ -13,7 +13,7 @@ from k3cuda.cli import main
 from k3cuda.cli.chat_commands import COMMANDS
 from k3cuda.cli.group import arm_signals, disarm_signals, first_interrupt_asks
 
-DEMO = ["chat", "demo", "-s", 3, "-n", 5, "--ignore-eos"]
+TALK = ["chat", "tiny-random", "-s", 3, "-n", 5, "--ignore-eos"]
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def talk(monkeypatch, capfd):
     def run(script: str, *flags, code=0):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(script.encode())))
         try:
-            found = main([*map(str, DEMO), *flags], standalone_mode=False)
+            found = main([*map(str, TALK), *flags], standalone_mode=False)
         finally:
             disarm_signals()
         out, err = capfd.readouterr()
@@ -146,7 +146,7 @@ def test_save_and_load(saved, talk, tmp_path):
     assert loaded[:5] == json.loads(path.read_text()) and said(loaded) == ["one", "two", "three"]
     path.write_text(json.dumps({"messages": loaded}))   # as generate takes it too
     assert saved(f"/load {path}") == loaded
-    k3("generate", "demo", "--messages", path, "-n", 1, "-s", 1)
+    k3("generate", "tiny-random", "--messages", path, "-n", 1, "-s", 1)
 
 
 @pytest.mark.parametrize("line, words", [
@@ -160,7 +160,7 @@ def test_command_that_cannot_be_obeyed(line, words, talk, tmp_path):
 
 
 def test_on_a_terminal_a_wrong_command_is_no_end():
-    out, code = on_terminal(*DEMO, typed=[(b"> ", b"/bogus\r"), (b"> ", b"/exit\r")])
+    out, code = on_terminal(*TALK, typed=[(b"> ", b"/bogus\r"), (b"> ", b"/exit\r")])
     assert code == 0 and "/bogus is no command" in out
 
 
@@ -169,7 +169,7 @@ def test_on_a_terminal_a_wrong_command_is_no_end():
 def test_conversation_on_a_terminal():
     # The first answer is interrupted, the second turn too long and taken back, the third answered; then the end of input.
     typed = [(b"> ", b"hello\r"), (b"\x1b[2m", b"\x03"), (b"> ", b"x" * 700 + b"\r"), (b"> ", b"bye\r"), (b"> ", b"\x04")]
-    out, code = on_terminal("chat", "demo", "-s", 1, "--ignore-eos", "-c", 600, "--reasoning-effort", "low", typed=typed)
+    out, code = on_terminal("chat", "tiny-random", "-s", 1, "--ignore-eos", "-c", 600, "--reasoning-effort", "low", typed=typed)
     assert code == 0 and "stopped" in out and "Error: the prompt has" in out and out.count("> ") >= 4 and "end: length" in out
 
 
@@ -177,7 +177,7 @@ def test_an_interrupted_answer_stays_and_is_gone_on_from(tmp_path):
     path = tmp_path / "talk"
     typed = [(b"> ", b"hello\r"), (b"\x1b[2m", b"\x03"), (b"> ", b"/set max_tokens 4\r"), (b"> ", b"again\r"), (b"> ", f"/save {path}\r".encode()),
              (b"> ", b"/exit\r")]
-    out, code = on_terminal("chat", "demo", "-s", 1, "--ignore-eos", "--reasoning-effort", "low", typed=typed)
+    out, code = on_terminal("chat", "tiny-random", "-s", 1, "--ignore-eos", "--reasoning-effort", "low", typed=typed)
     assert code == 0 and "stopped" in out
     messages = json.loads(path.read_text())
     assert said(messages) == ["hello", "again"] and messages[1]["reasoning_content"]
@@ -186,7 +186,7 @@ def test_an_interrupted_answer_stays_and_is_gone_on_from(tmp_path):
 
 
 def test_second_interrupt_leaves():
-    out, code = on_terminal("chat", "demo", "-s", 1, "--ignore-eos", "--reasoning-effort", "low", typed=[(b"> ", b"hello\r"), (b"\x1b[2m", b"\x03"), (b"> ", b"\x03")])
+    out, code = on_terminal("chat", "tiny-random", "-s", 1, "--ignore-eos", "--reasoning-effort", "low", typed=[(b"> ", b"hello\r"), (b"\x1b[2m", b"\x03"), (b"> ", b"\x03")])
     assert code == 130 and "Traceback" not in out
     arm_signals()
     try:
@@ -203,21 +203,21 @@ def test_second_interrupt_leaves():
 
 
 def test_interrupt_at_the_prompt_leaves():
-    out, code = on_terminal("chat", "demo", typed=[(b"> ", b"\x03")])
+    out, code = on_terminal("chat", "tiny-random", typed=[(b"> ", b"\x03")])
     assert code == 130 and "Traceback" not in out
 
 
 def test_interrupt_drops_what_was_typed(tmp_path):
     path = tmp_path / "talk"
     typed = [(b"> ", b"never said"), (b"never said", b"\x03"), (b"> ", b'"""never\r'), (b". ", b"\x03"), (b"> ", b"said\r"), (b"> ", f"/save {path}\r".encode()), (b"> ", b"\x04")]
-    out, code = on_terminal(*DEMO, typed=typed)
+    out, code = on_terminal(*TALK, typed=typed)
     assert code == 0 and said(json.loads(path.read_text())) == ["said"]
 
 
 def test_several_lines_on_a_terminal(tmp_path):
     path = tmp_path / "talk"
     typed = [(b"> ", b"a\\\r"), (b". ", b"b\r"), (b"> ", b'"""c\r'), (b". ", b"/d\r"), (b". ", b'"""\r'), (b"> ", f"/save {path}\r".encode()), (b"> ", b"\x04")]
-    out, code = on_terminal(*DEMO, "-q", typed=typed)
+    out, code = on_terminal(*TALK, "-q", typed=typed)
     assert code == 0 and said(json.loads(path.read_text())) == ["a\nb", "c\n/d"]
 
 
@@ -231,15 +231,15 @@ def test_a_pasted_text_is_one_turn(tmp_path):
         pytest.skip("this readline knows no bracketed paste")
     path = tmp_path / "talk"
     typed = [(b"> ", b"\x1b[200~one\n/two\n\nthree\x1b[201~"), (b"three", b"\r"), (b"> ", f"/save {path}\r".encode()), (b"> ", b"\x04")]
-    out, code = on_terminal(*DEMO, typed=typed)
+    out, code = on_terminal(*TALK, typed=typed)
     assert code == 0 and said(json.loads(path.read_text())) == ["one\n/two\n\nthree"]
 
 
 def test_reasoning_is_dimmed():
     typed = [(b"> ", b"one\r"), (b"> ", b"\x04")]
-    out, code = on_terminal(*DEMO, "--reasoning-effort", "low", typed=typed)
+    out, code = on_terminal(*TALK, "--reasoning-effort", "low", typed=typed)
     assert code == 0 and "\x1b[2m" in out
-    out, code = on_terminal(*DEMO, "--reasoning-effort", "low", "--hide-thinking", typed=typed)
+    out, code = on_terminal(*TALK, "--reasoning-effort", "low", "--hide-thinking", typed=typed)
     assert code == 0 and "\x1b[2m" not in out
 
 
@@ -248,15 +248,15 @@ def test_history(tmp_path):
     path = tmp_path / "state" / "k3cuda" / "chat_history"
     home = {"XDG_STATE_HOME": str(tmp_path / "state")}
     typed = [(b"> ", b"a line of mine\r"), (b"> ", b"\x04")]
-    on_terminal(*DEMO, "--no-history", typed=typed, env=home)
+    on_terminal(*TALK, "--no-history", typed=typed, env=home)
     assert not path.exists()
-    on_terminal(*DEMO, typed=typed, env=home)
+    on_terminal(*TALK, typed=typed, env=home)
     assert "a line of mine" in path.read_text() and path.stat().st_mode & 0o777 == 0o600
-    out, _ = on_terminal(*DEMO, typed=[(b"> ", b"\x1b[A"), (b"a line of mine", b"\r"), (b"> ", b"\x04")], env=home)
+    out, _ = on_terminal(*TALK, typed=[(b"> ", b"\x1b[A"), (b"a line of mine", b"\r"), (b"> ", b"\x04")], env=home)
     assert "a line of mine" in out and "end: length" in out
 
 
 @pytest.mark.parametrize("home", [{"XDG_STATE_HOME": os.devnull}, {"XDG_STATE_HOME": "", "HOME": "/nonexistent"}], ids=["no folder", "no home"])
 def test_history_that_cannot_be_kept_is_none(home):
-    out, code = on_terminal(*DEMO, typed=[(b"> ", b"hi\r"), (b"> ", b"\x04")], env=home)
+    out, code = on_terminal(*TALK, typed=[(b"> ", b"hi\r"), (b"> ", b"\x04")], env=home)
     assert code == 0 and "Error" not in out and "Traceback" not in out

@@ -1,4 +1,4 @@
-"""What the command makes of answers that the demo model does not give: tool calls, numbers that are none, rows that are not finite."""
+"""What the command makes of answers that tiny-random does not give: tool calls, numbers that are none, rows that are not finite."""
 import json
 
 import numpy as np
@@ -7,7 +7,7 @@ from command import k3
 
 from k3cuda.cli.answers import Text
 from k3cuda.cli.output import Result, to_json
-from k3cuda.runtime.demo import DemoCheckpoint, open_demo
+from k3cuda.runtime.tiny_random import TinyRandom, open_tiny_random
 from k3cuda.runtime.output import Chunk
 from k3cuda.runtime.text_stream import ToolCall
 from k3cuda.runtime.write_checkpoint import write_checkpoint
@@ -32,8 +32,8 @@ def test_json_has_no_nan():
     assert json.loads(to_json({"a": [float("nan"), (float("-inf"), 1.5)], "b": "NaN"})) == {"a": [None, [None, 1.5]], "b": "NaN"}
 
 
-class Broken(DemoCheckpoint):
-    """The demo model with a head that gives no finite logit."""
+class Broken(TinyRandom):
+    """tiny-random with a head that gives no finite logit."""
 
     def stored(self, weight, *where):
         array = super().stored(weight, *where)
@@ -41,7 +41,7 @@ class Broken(DemoCheckpoint):
 
 
 def test_logits_that_are_not_finite_end_in_a_named_error(tmp_path):
-    write_checkpoint(Broken(open_demo().cfg), tmp_path / "model")
+    write_checkpoint(Broken(open_tiny_random().cfg), tmp_path / "model")
     done = k3("generate", tmp_path / "model", "-p", "hi", "-n", 3, "--json", code=7)
     found = json.loads(done.stdout)
     assert (found["finish_reason"], found["token_ids"], found["timing"]["ttft_s"]) == ("error", [], None)

@@ -9,7 +9,7 @@ import sysconfig
 import pytest
 from command import COMMAND, ENVIRONMENT, hears_interrupts, k3, on_terminal, start
 
-ENDLESS = ["generate", "demo", "-p", "hi", "--ignore-eos"]
+ENDLESS = ["generate", "tiny-random", "-p", "hi", "--ignore-eos"]
 
 
 def shell(line: str, code: int):
@@ -45,33 +45,33 @@ def test_signal_while_loading_leaves_nothing(module, number, tmp_path):
 
 
 def test_reader_that_leaves():
-    assert shell("k3 generate demo -p hi --ignore-eos --stream | head -c 1", 141)[1] == b""
+    assert shell("k3 generate tiny-random -p hi --ignore-eos --stream | head -c 1", 141)[1] == b""
     assert shell("k3 plan --markdown | true", 141)[1] == b""
 
 
 def test_closed_streams():
-    assert shell("k3 generate demo -p hi -n 2 2>&-", 0)[0]
+    assert shell("k3 generate tiny-random -p hi -n 2 2>&-", 0)[0]
     shell("k3 info >&-", 141)
-    shell("k3 tokenize demo <&-", 2)
-    shell("k3 tokenize demo -p hi >&- 2>&- <&-", 141)
+    shell("k3 tokenize tiny-random <&-", 2)
+    shell("k3 tokenize tiny-random -p hi >&- 2>&- <&-", 141)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_full_disk():
-    for command in ("tokenize demo -p hi", "info --json", "--version", "generate --help"):
+    for command in ("tokenize tiny-random -p hi", "info --json", "--version", "generate --help"):
         assert b"No space left" in shell(f"k3 {command} >/dev/full", 4)[1], command
 
 
 def test_stdout_that_cannot_be_written():
-    for command in ("tokenize demo -p hi", "generate demo -p hi -n 2 --json"):
+    for command in ("tokenize tiny-random -p hi", "generate tiny-random -p hi -n 2 --json"):
         assert b"could not be written: Bad file descriptor" in shell(f"k3 {command} 1</dev/null", 2)[1], command
 
 
 def test_narrow_encodings():
     narrow = {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    assert json.loads(k3("tokenize", "demo", "-p", "w\u00f6rld \U0001f600", "--json", env=narrow).stdout)["count"] == 10
-    assert k3("tokenize", "demo", "--decode", "-p", "195 182", env=narrow).stdout == b"\\xf6\n"
-    assert k3("tokenize", "demo", "--decode", "-p", "195 182", env={"LC_ALL": "C"}).stdout.decode() == "\u00f6\n"
+    assert json.loads(k3("tokenize", "tiny-random", "-p", "w\u00f6rld \U0001f600", "--json", env=narrow).stdout)["count"] == 10
+    assert k3("tokenize", "tiny-random", "--decode", "-p", "195 182", env=narrow).stdout == b"\\xf6\n"
+    assert k3("tokenize", "tiny-random", "--decode", "-p", "195 182", env={"LC_ALL": "C"}).stdout.decode() == "\u00f6\n"
 
 
 def test_unknown_user_without_home_in_a_tree_that_is_not_theirs():
@@ -87,14 +87,14 @@ def test_unknown_user_without_home_in_a_tree_that_is_not_theirs():
     pythons = [p for p in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}") if as_nobody(p, "-c", "import numpy, click").returncode == 0]
     if not pythons:
         pytest.skip("this Python lies where no other user may read it")
-    for args in (["generate", "demo", "-p", "hi", "-n", "2", "-s", "1"], ["info"], ["check", "demo"]):
+    for args in (["generate", "tiny-random", "-p", "hi", "-n", "2", "-s", "1"], ["info"], ["check", "tiny-random"]):
         done = as_nobody(pythons[0], "-m", "k3cuda", *args)
         assert done.returncode == 0 and done.stdout and done.stderr == b"", (args, done.stderr)
 
 
 def test_terminal_shows_dimmed_thinking_and_a_summary():
-    request = ["generate", "demo", "-p", "hi", "-n", 6, "-s", 3, "--ignore-eos", "--reasoning-effort", "low"]
+    request = ["generate", "tiny-random", "-p", "hi", "-n", 6, "-s", 3, "--ignore-eos", "--reasoning-effort", "low"]
     out, code = on_terminal(*request)
-    assert code == 0 and "\x1b[2m" in out and "answer 6 tokens" in out and "seed 3" in out and "loading demo" in out
+    assert code == 0 and "\x1b[2m" in out and "answer 6 tokens" in out and "seed 3" in out and "loading tiny-random" in out
     out, code = on_terminal(*request, "--hide-thinking", "--no-progress", "-q", env={"NO_COLOR": "1"})
     assert (out, code) == ("", 0)

@@ -177,11 +177,11 @@ def test_with_drafts_the_tokens_are_those_without(source, family, dcp):
     assert found["split"][1] == found["whole"][1] and sum(s.proposed for s in found["split"][1]) > 30
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_model": "demo-draft", "num_drafts": 3}], ids=["plain", "drafts"])
+@pytest.mark.parametrize("options", [{}, {"draft_model": "tiny-random-draft", "num_drafts": 3}], ids=["plain", "drafts"])
 def test_processes_give_the_bytes_of_virtual_ranks(options):
     found = []
     for ranks in ("processes", "virtual"):
-        with LLM("demo", tp=4, dcp=2, ranks=ranks, max_model_len=256, max_batch=2, **options) as llm:
+        with LLM("tiny-random", tp=4, dcp=2, ranks=ranks, max_model_len=256, max_batch=2, **options) as llm:
             assert llm.backend.ranks == ranks and llm.backend.dcp == 2
             found.append((llm.logits(TEXT[:80] % 250).tobytes(), [o.token_ids for o in llm.generate([[5, 80, 200], [7] * 70], PARAMS)]))
     assert found[0] == found[1]
@@ -219,7 +219,7 @@ def test_stored_prefixes_end_where_a_page_of_all_ranks_ends(source):
 def test_illegal_sizes(options, text):
     begin = time.monotonic()
     with pytest.raises(UsageError, match=text):
-        LLM("demo", **options)
+        LLM("tiny-random", **options)
     assert time.monotonic() - begin < 1
 
 
@@ -227,14 +227,14 @@ def test_illegal_sizes(options, text):
 def test_every_rank_refuses_at_once(launcher):
     """With the legal values. Nobody waits for the others until the time-out, a minute."""
     begin, port = time.monotonic(), free_port()
-    words = [*COMMAND, "generate", "demo", "--tp", "4", "--dcp", "3", "-p", "hi"]
+    words = [*COMMAND, "generate", "tiny-random", "--tp", "4", "--dcp", "3", "-p", "hi"]
     results = ends(*(start(words, STARTED[launcher](r, 4), K3CUDA_JOB_TOKEN="t", MASTER_PORT=port) for r in range(4)))
     assert [code for code, _, _ in results] == [2] * 4, results
     assert "dcp: found 3, wanted 1, 2 or 4 with a tp of 4" in results[0][2] and time.monotonic() - begin < 40
 
 
 def test_ranks_that_differ_in_it():
-    port, words = free_port(), [*COMMAND, "generate", "demo", "--tp", "2", "-p", "hi", "--dcp"]
+    port, words = free_port(), [*COMMAND, "generate", "tiny-random", "--tp", "2", "-p", "hi", "--dcp"]
     results = ends(*(start([*words, r + 1], STARTED["torchrun"](r, 2), K3CUDA_JOB_TOKEN="t", MASTER_PORT=port) for r in range(2)))
     assert [code for code, _, _ in results] == [3, 3] and "ranks differ in dcp: rank 0 has 1, rank 1 has 2" in results[0][2]
 
@@ -242,4 +242,4 @@ def test_ranks_that_differ_in_it():
 def test_kernels_of_drafts_want_a_whole_cache(monkeypatch):
     monkeypatch.setattr("k3cuda.runtime.cuda_driver.require_gpu", lambda: None)
     with pytest.raises(UsageError, match="dcp: found 2 with a draft_model and decode_backend 'standard'"):
-        LLM("demo", tp=2, dcp=2, decode_backend="standard", draft_model="demo-draft")
+        LLM("tiny-random", tp=2, dcp=2, decode_backend="standard", draft_model="tiny-random-draft")

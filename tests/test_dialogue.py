@@ -143,11 +143,11 @@ def test_a_step_ahead_goes_on_from_a_page(fake):  # noqa: F811
     assert last.stats.prompt_tokens - last.stats.cached_tokens <= new_tokens("two") + 64 and last.stats.cached_tokens > 300
 
 
-@pytest.mark.parametrize("draft", [None, "demo-draft"])
+@pytest.mark.parametrize("draft", [None, "tiny-random-draft"])
 def test_the_demo_says_the_same_with_and_without(draft):
     found = []
     for prefix_cache in (0, 2):
-        with LLM("demo", draft, max_batch=1, max_model_len=512, prefix_cache=prefix_cache) as llm:
+        with LLM("tiny-random", draft, max_batch=1, max_model_len=512, prefix_cache=prefix_cache) as llm:
             dialogue = Dialogue(llm.tokenizer)
             found.append([turn(llm, dialogue, text, max_tokens=12, ignore_eos=True) for text in ("one", "two", "three")])
     assert [ids for *_, ids in found[0]] == [ids for *_, ids in found[1]]

@@ -15,7 +15,7 @@ import pytest
 from command import ENVIRONMENT, ROOT, hears_interrupts
 
 from k3cuda.cli import main
-from k3cuda.runtime.demo import open_demo
+from k3cuda.runtime.tiny_random import open_tiny_random
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -34,7 +34,7 @@ ELSEWHERE = {
     "k3cuda eval demo questions.jsonl": "tests/test_docs.py",
     "k3cuda bench latency": "tests/test_request_times.py", "k3cuda bench throughput": "tests/test_request_times.py", "k3cuda bench decode": "tests/test_request_times.py",
     "k3cuda bench compare": "tests/test_bench_compare.py", "k3cuda bench plot": "tests/test_bench_plot.py",
-    "k3cuda bench serve": "tests/test_bench_own_server.py", "k3cuda bench replay demo": "tests/test_bench_replay.py",
+    "k3cuda bench serve": "tests/test_bench_own_server.py", "k3cuda bench replay tiny-random": "tests/test_bench_replay.py",
     "k3cuda bench replay trace.jsonl": "tests/test_bench_own_server.py",
     "python examples/": "tests/test_examples.py", "mpirun -n 2 k3cuda": "tests/test_launchers.py", "srun -n 2 k3cuda": "tests/test_launchers.py",
     "python3 -m venv lm-eval": "scripts/lm_eval_recipe.py", "lm-eval/bin/": "scripts/lm_eval_recipe.py",
@@ -48,6 +48,7 @@ NOT_RUN = {
     "docker ": "needs a container runtime", "python -m pip wheel": "its package needs a build environment from an index",
     "pip install 'k3cuda[": "needs a release in an index; CI installs the same extra from the tree", "python scripts/locks.py": "asks a package index for 2 GB",
     "sh scripts/gpu.sh": "needs a GPU", "python scripts/check_demo.py": "needs PyTorch and trained weights", "python scripts/mistakes.py": "needs trained weights",
+    "python scripts/install_demo.py": "changes the package; tests/test_demo.py calls its parts",
     "k3cuda eval OUT/demo": "needs trained weights",
 }
 # What a command gets besides, where random weights or a slow machine would take minutes.
@@ -158,11 +159,11 @@ def test_no_entry_of_the_tables_is_stale_or_doubtful():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder where commands run: what is in the repository's, and the demo model in the released layout in the place of the reader's own."""
+    """A folder where commands run: what is in the repository's, and tiny-random in the released layout in the place of the reader's own."""
     folder = tmp_path_factory.mktemp("reader")
     for name in ("examples", "scripts", "docs"):
         (folder / name).symlink_to(ROOT / name)
-    write_checkpoint(open_demo(), folder / "Kimi-K3")
+    write_checkpoint(open_tiny_random(), folder / "Kimi-K3")
     return folder
 
 

@@ -23,7 +23,7 @@ def options(command, name):
 
 
 OPTIONS = {pair for name, command in main.commands.items() for pair in options(command, name)}
-COMMANDS = [[{"MODEL": "demo", "TEXT": "hi"}.get(word, word) for word in row.split()] for row in re.findall(r"^\| `k3cuda (.+?)` \|", README, re.M)]
+COMMANDS = [[{"MODEL": "tiny-random", "TEXT": "hi"}.get(word, word) for word in row.split()] for row in re.findall(r"^\| `k3cuda (.+?)` \|", README, re.M)]
 
 
 def test_readme_is_short_and_shows_every_command():
@@ -54,14 +54,14 @@ def keys(value):
 
 
 @pytest.mark.parametrize("name, args, code", [
-    ("generate", ["demo", "-p", "hi", "-n", "2"], 0), ("tokenize", ["demo", "-p", "hi"], 0), ("info", [], 0),
-    ("check", ["demo", "--tp", "3"], 3)])
+    ("generate", ["tiny-random", "-p", "hi", "-n", "2"], 0), ("tokenize", ["tiny-random", "-p", "hi"], 0), ("info", [], 0),
+    ("check", ["tiny-random", "--tp", "3"], 3)])
 def test_fields_of_documents(name, args, code):
     block, = re.findall(rf"```json {name}\n(.*?)```", PAGE, re.S)
     shown, found = json.loads(block), k3_json(name, *args, "--json", code=code)
     if name == "info":   # its packages and variables are this machine's
         found["packages"] = {"numpy": found["packages"]["numpy"]}
-        found["variables"], found["driver"]["gpus"] = {}, []
+        found["variables"], found["driver"]["gpus"], found["demo"] = {}, [], {"weights": None}
     if name == "check":
         found["facts"]["bytes_per_rank"] = {"1": found["facts"]["bytes_per_rank"]["1"]}
     assert keys(shown) == keys(found)
@@ -101,5 +101,5 @@ def test_every_exit_code_is_on_the_page():
 
 def test_speed_in_the_readme_is_the_recorded_one():
     recorded = json.loads((ROOT / "docs/benchmarks/reference.json").read_text(encoding="utf-8"))["tok_per_s_median"]
-    shown, = re.findall(r"`demo`: (\d+) tokens/s", README)
+    shown, = re.findall(r"`tiny-random`: (\d+) tokens/s", README)
     assert int(shown) == round(recorded)

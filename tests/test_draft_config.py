@@ -11,7 +11,7 @@ from k3cuda.config import K3Config
 from k3cuda.draft_config import DraftConfig
 from k3cuda.draft_weights import cut_weights, draft_bytes, expected_draft_tensors, num_parameters
 from k3cuda.errors import CheckpointError, ConfigError
-from k3cuda.runtime.demo import open_demo
+from k3cuda.runtime.tiny_random import open_tiny_random
 from k3cuda.runtime.draft_checkpoint import DraftCheckpoint
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json, write_draft
@@ -92,9 +92,9 @@ def test_ids_that_count_the_embedding_are_shifted():
 
 
 def test_what_was_chosen_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "k3cuda"), LLM("demo", "demo-draft", num_drafts=3):
+    with caplog.at_level(logging.INFO, "k3cuda"), LLM("tiny-random", "tiny-random-draft", num_drafts=3):
         pass
-    assert "draft model demo-draft: MLA attention, taps of layers 2, 4, 7 from the prefix stream, block of 7 rows, mask id 639" in caplog.text
+    assert "draft model tiny-random-draft: MLA attention, taps of layers 2, 4, 7 from the prefix stream, block of 7 rows, mask id 639" in caplog.text
     assert "3 drafts a step, so 4 rows to verify, from blocks of 7 rows; probabilistic drafts, standard acceptance" in caplog.text
 
 
@@ -191,9 +191,9 @@ def test_heads_below_one_module_are_found(tmp_path):
 
 
 def test_the_target_is_no_draft_of_its_own(tmp_path):
-    folder = write_checkpoint(open_demo(), tmp_path / "demo")
+    folder = write_checkpoint(open_tiny_random(), tmp_path / "tiny-random")
     with pytest.raises(CheckpointError, match="that is a Kimi K3 itself"):
-        DraftCheckpoint.open(folder, open_demo().cfg)
+        DraftCheckpoint.open(folder, open_tiny_random().cfg)
 
 
 def test_golden_opens_without_a_target():

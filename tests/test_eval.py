@@ -158,7 +158,7 @@ def lines(path):
 
 
 def test_a_stopped_evaluation_goes_on(questions, tmp_path):
-    results, command = tmp_path / "r.jsonl", ["eval", "demo", questions, "--scorer", "int", "-n", 6, "--json"]
+    results, command = tmp_path / "r.jsonl", ["eval", "tiny-random", questions, "--scorer", "int", "-n", 6, "--json"]
     whole = k3_json(*command, "--results", results, "--runs", 2)
     want = lines(results)
     assert len(want[1]) == whole["answers"] == 6 and whole["score"] == sum(a["score"] for a in want[1]) / 6
@@ -174,7 +174,7 @@ def test_a_stopped_evaluation_goes_on(questions, tmp_path):
 
 def test_results_of_another_setup_or_prompt_are_refused(tmp_path):
     path, (item, *_) = tmp_path / "r.jsonl", items(1)
-    setup = {"model": "demo", "sampling": {"temperature": 1.0}}
+    setup = {"model": "tiny-random", "sampling": {"temperature": 1.0}}
     file = ResultsFile(str(path))
     file.begin(setup, [item])
     kept = answer(item.id, 0, 1.0, sha=item.prompt_sha256, text="42")
@@ -212,7 +212,7 @@ def test_other_files_are_not_taken_for_results(text, tmp_path):
 def test_failed_answers_end_with_code_8(questions):
     with questions.open("a") as file:
         file.write(json.dumps({"id": "long", "prompt": "x" * 99, "answer": 1}) + "\n")
-    done = k3("eval", questions, "--scorer", "integer", "-n", 2, "-c", 60, code=8, env={"K3CUDA_MODEL": "demo"})
+    done = k3("eval", questions, "--scorer", "integer", "-n", 2, "-c", 60, code=8, env={"K3CUDA_MODEL": "tiny-random"})
     assert b"3 of 4; " in done.stdout and b"1 of 4 answers failed, the first one to 'long'" in done.stderr
 
 

@@ -25,7 +25,7 @@ def example(name):
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", max_batch=8, max_model_len=128) as opened:
+    with LLM("tiny-random", max_batch=8, max_model_len=128) as opened:
         yield opened
 
 
@@ -36,7 +36,7 @@ def run(*words):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(path):
     assert f"    python examples/{path.name} [MODEL [BACKEND]]\n" in path.read_text(encoding="utf-8")
-    assert len(run(str(path), "demo", "reference")) > 20
+    assert len(run(str(path), "tiny-random", "reference")) > 20
     assert f"(../examples/{path.name})" in PAGE
 
 
@@ -94,14 +94,15 @@ def test_buffers_are_those_of_the_last_layer_and_of_each(llm):
     np.testing.assert_allclose(kept, [np.exp(decay).mean() for decay in decays], rtol=1e-5)
 
 
-def test_python_of_the_page_runs(llm):
+def test_python_of_the_page_runs():
     space = {"print": lambda *values: printed.append(values)}
     printed = []
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
         exec(block, space)
+    llm = space["llm"]
     assert printed == [(len(llm.tokenizer.encode("The sky is")) + 204, len(llm.tokenizer.encode("The sky is")) + 205)]
     assert space["rows"].shape == (3, llm.cfg.vocab_size) and space["cached"].any() and space["ids"].shape == (2, llm.cfg.num_experts_per_token)
-    space["llm"].close()
+    llm.close()
 
 
 def test_commands_of_the_page_run():

@@ -10,7 +10,7 @@ from k3cuda.draft_weights import draft_bytes
 from k3cuda.errors import ConfigError, OutOfMemory
 from k3cuda.plan import build_plan
 from k3cuda.runtime import cuda_driver, machine, open_model
-from k3cuda.runtime.demo import open_demo_draft
+from k3cuda.runtime.tiny_random import open_tiny_random_draft
 from k3cuda.runtime.draft_checkpoint import DraftCheckpoint
 from k3cuda.runtime.gpu_room import gpu_findings, gpu_rows, gpu_table
 from k3cuda.runtime.machine import Driver, Gpu
@@ -49,14 +49,14 @@ def test_ranks_that_hold_the_cache_together_hold_so_much_more():
 
 
 def test_more_sequences_leave_each_less():
-    cfg = check("demo").cfg
+    cfg = check("tiny-random").cfg
     short = Gpu(0, "short", "9.0", 700 << 20)
     lengths = [gpu_rows(cfg, short, sequences=n)[-1]["max_model_len"]["bf16"] for n in (1, 8, 64)]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[2] > 0
 
 
 def test_one_row_a_kind_of_gpu_that_runs_the_kernels():
-    cfg = check("demo").cfg
+    cfg = check("tiny-random").cfg
     assert [(row["gpu"], row["tp"], row["dcp"]) for row in gpu_table(cfg, [H200, OLD, SMALL, H200])] == [
         (gpu.name, *cut) for gpu in (H200, SMALL) for cut in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))]
     assert gpu_table(cfg, [OLD]) == gpu_table(cfg, []) == []
@@ -67,13 +67,13 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would():
     assert finding.code == 4 and finding.file == "NVIDIA H200" and finding.found == "150.0 GB of memory, of which 138.0 GB may be used"
     assert finding.wanted.startswith("1,5") or finding.wanted.startswith("15")
     assert finding.way_out == "on GPUs like this the model needs 16 ranks, each on one of its own"
-    assert gpu_findings(check("demo").cfg, SMALL, 4) == []
+    assert gpu_findings(check("tiny-random").cfg, SMALL, 4) == []
     with pytest.raises(ConfigError):
         gpu_findings(CFG, H200, 3)
 
 
 def test_a_draft_model_is_counted():
-    cfg, draft = check("demo").cfg, open_demo_draft().cfg
+    cfg, draft = check("tiny-random").cfg, open_tiny_random_draft().cfg
     plain, both = gpu_rows(cfg, SMALL)[0], gpu_rows(cfg, SMALL, draft=draft)[0]
     assert 0 < both["weights_bytes"] - plain["weights_bytes"] - draft_bytes(draft) < 0.05 * plain["weights_bytes"]
     assert both["room_bytes"] < plain["room_bytes"]
@@ -81,7 +81,7 @@ def test_a_draft_model_is_counted():
     assert gpu_findings(cfg, tight, 1) == []
     finding, = gpu_findings(cfg, tight, 1, draft)
     assert "the weights of 1 rank, the draft model and the kernels" in finding.wanted
-    report = check("demo", draft="demo-draft")
+    report = check("tiny-random", draft="tiny-random-draft")
     add_gpu_memory(report, [SMALL])
     assert report.facts["gpu_memory"][0]["weights_bytes"] == both["weights_bytes"]
     check_gpu(report, tight, 1)
@@ -90,7 +90,7 @@ def test_a_draft_model_is_counted():
 
 def test_a_draft_that_has_no_kernels_is_named_before_a_load():
     """The golden's has a cache of 40 values a token; on the reference it drafts."""
-    report = check("demo")
+    report = check("tiny-random")
     report.draft_cfg = DraftCheckpoint.open(GOLDEN).cfg
     check_gpu(report, SMALL, 1)
     assert [f.found for f in report.findings] == ["kv_lora_rank + qk_rope_head_dim: found 40 in a draft model, its kernels want a multiple of 64"]
@@ -98,14 +98,14 @@ def test_a_draft_that_has_no_kernels_is_named_before_a_load():
 
 def test_check_shows_the_table(monkeypatch, capsys):
     monkeypatch.setattr(machine, "probe_driver", lambda: Driver("1", "13.0", (SMALL,)))
-    assert not main(["check", "demo", "--json"], standalone_mode=False)
+    assert not main(["check", "tiny-random", "--json"], standalone_mode=False)
     rows = json.loads(capsys.readouterr().out)["facts"]["gpu_memory"]
     assert [row["tp"] for row in rows] == [1, 2, 2, 4, 4, 4] and all(row["max_model_len"]["fp8_e4m3"] == 8192 for row in rows)
-    assert not main(["check", "demo"], standalone_mode=False)
+    assert not main(["check", "tiny-random"], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("a small one") and line.endswith("bf16 8,192, fp8_e4m3 8,192") for line in lines) == 6
     monkeypatch.setattr(machine, "probe_driver", lambda: Driver(problem="none"))
-    main(["check", "demo", "--json"], standalone_mode=False)
+    main(["check", "tiny-random", "--json"], standalone_mode=False)
     assert "gpu_memory" not in json.loads(capsys.readouterr().out)["facts"]
 
 
@@ -114,4 +114,4 @@ def test_standard_is_refused_before_a_load(monkeypatch):
     monkeypatch.setattr(cuda_driver, "require_gpu", lambda: None)
     monkeypatch.setattr(open_model, "probe_driver", lambda: Driver("1", "13.0", (tiny,)))
     with pytest.raises(OutOfMemory, match="a tiny one: found 0.1 GB of memory, .* wanted 0.6 GB for the weights of 2 ranks and the kernels; no number of ranks fits"):
-        open_model.open_model("demo", tp=2, decode_backend="standard")
+        open_model.open_model("tiny-random", tp=2, decode_backend="standard")

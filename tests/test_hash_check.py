@@ -119,7 +119,7 @@ def test_records_that_are_none(folder, tmp_path):
         record.write_text(content)
         with pytest.raises(UsageError, match="r.json: found"):
             Manifest(record, folder)
-    k3("check", "demo", "--hash", code=2)
+    k3("check", "tiny-random", "--hash", code=2)
     assert b"--hash-manifest without --hash" in k3("check", folder, "--hash-manifest", record, code=2).stderr
     assert (tmp_path / "cache").exists() is False
     k3("check", folder, "--hash", env={"K3CUDA_CACHE_DIR": str(tmp_path / "cache")})

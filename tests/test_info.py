@@ -36,9 +36,9 @@ def test_json_is_true_here():
 
 
 def test_text_names_every_backend_and_package():
-    text = k3("info", env={"K3CUDA_API_KEY": "secret", "K3CUDA_MODEL": "demo"}).stdout.decode()
+    text = k3("info", env={"K3CUDA_API_KEY": "secret", "K3CUDA_MODEL": "tiny-random"}).stdout.decode()
     assert all(name in text for name in (*machine.DECODE_BACKENDS, *PACKAGES))
-    assert "K3CUDA_MODEL=demo" in text and "secret" not in text
+    assert "K3CUDA_MODEL=tiny-random" in text and "secret" not in text
 
 
 @pytest.mark.parametrize("driver, versions, words", [
@@ -111,10 +111,10 @@ def test_version_of_the_kernel_module(line, monkeypatch):
 def test_a_probe_that_breaks_is_a_line_in_the_report(monkeypatch):
     def broken(*args):
         raise RuntimeError("oh")
-    for name in ("probe_driver", "package_versions", "probe_nvrtc", "host", "variables", "decode_backends", "release_memory"):
+    for name in ("probe_driver", "package_versions", "probe_nvrtc", "host", "variables", "decode_backends", "release_memory", "demo_model"):
         monkeypatch.setattr(machine, name, broken)
     found = machine.report()
-    assert len(found["failed"]) == 7 and found["host"] is None
+    assert len(found["failed"]) == 8 and found["host"] is None
     json.dumps(found, allow_nan=False)
     from k3cuda.cli.info import _lines
     assert "could not be found out" in list(_lines(found))

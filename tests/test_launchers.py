@@ -12,14 +12,14 @@ import pytest
 import rank_processes
 from command import COMMAND, ENVIRONMENT, ROOT
 
-from k3cuda.runtime.demo import open_demo
+from k3cuda.runtime.tiny_random import open_tiny_random
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from rank_processes import MARK, STARTED, ends, free_port
 
 PAGE = (ROOT / "docs/multi-node.md").read_text(encoding="utf-8")
 # Both packages bring a mpirun; these names are one's alone.
 MPI = {"mpich": ["mpiexec.hydra"], "openmpi": ["prterun", "--personality", "ompi", "--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]}
-GENERATE = ["generate", "demo", "--tp", "2", "-p", "hi", "-n", "4", "-s", "7", "--max-model-len", "256"]
+GENERATE = ["generate", "tiny-random", "--tp", "2", "-p", "hi", "-n", "4", "-s", "7", "--max-model-len", "256"]
 
 
 def words_of(start: str) -> list[str]:
@@ -77,11 +77,11 @@ def test_what_one_rank_finds_ends_both(words, code, text, port):
 
 
 def test_another_checkpoint_on_one_rank(tmp_path, port):
-    write_checkpoint(open_demo(), tmp_path / "a")
+    write_checkpoint(open_tiny_random(), tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     config = tmp_path / "b" / "config.json"
     config.write_text(config.read_text() + "\n")
-    results = ends(*(start(STARTED["torchrun"](r, 2), [w.replace("demo", str(tmp_path / name)) for w in GENERATE], port) for r, name in enumerate("ab")))
+    results = ends(*(start(STARTED["torchrun"](r, 2), [w.replace("tiny-random", str(tmp_path / name)) for w in GENERATE], port) for r, name in enumerate("ab")))
     assert [c for c, _, _ in results] == [3, 3] and "ranks differ in model: rank 0 has" in results[0][2]
 
 

@@ -1,4 +1,4 @@
-"""The Python interface: defaults, answers, opening; on a backend that says what it is told to and on the demo model."""
+"""The Python interface: defaults, answers, opening; on a backend that says what it is told to and on tiny-random."""
 import logging
 import subprocess
 import sys
@@ -181,34 +181,34 @@ def test_public_names():
         k3cuda.no_such_name
 
 
-# The demo model
+# tiny-random
 
 @pytest.fixture(scope="module")
-def demo():
-    with LLM("demo", max_batch=4, max_model_len=256) as llm:
+def tiny():
+    with LLM("tiny-random", max_batch=4, max_model_len=256) as llm:
         yield llm
 
 
-def test_demo_gives_the_same_alone_and_in_a_batch(demo):
+def test_tiny_random_gives_the_same_alone_and_in_a_batch(tiny):
     prompts = ["Hello", "a", [1] * 70, "Kimi"]  # 70 tokens: two chunks beside three decoding rows
     params = [SamplingParams(seed=i, max_tokens=8, top_p=0.9, logprobs=1, ignore_eos=True) for i in range(4)]
-    together = demo.generate(prompts, params)
+    together = tiny.generate(prompts, params)
     for i in (0, 2):
-        alone, = demo.generate([prompts[i]], params[i])
+        alone, = tiny.generate([prompts[i]], params[i])
         assert alone.token_ids == together[i].token_ids and alone.logprobs == together[i].logprobs
 
 
-def test_demo_logits_say_what_generate_does(demo):
-    out, = demo.generate("Hello", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-    rows = demo.logits(out.prompt_token_ids + out.token_ids)
-    assert rows.dtype == np.float32 and rows.shape == (len(out.prompt_token_ids) + 6, demo.cfg.vocab_size)
+def test_its_logits_say_what_generate_does(tiny):
+    out, = tiny.generate("Hello", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    rows = tiny.logits(out.prompt_token_ids + out.token_ids)
+    assert rows.dtype == np.float32 and rows.shape == (len(out.prompt_token_ids) + 6, tiny.cfg.vocab_size)
     assert tuple(rows.argmax(1)[len(out.prompt_token_ids) - 1:-1]) == out.token_ids
 
 
-def test_demo_chats(demo):
-    out = demo.chat(USER, SamplingParams(seed=1, max_tokens=4, ignore_eos=True), reasoning_effort="low")
+def test_it_chats(tiny):
+    out = tiny.chat(USER, SamplingParams(seed=1, max_tokens=4, ignore_eos=True), reasoning_effort="low")
     assert out.stats.completion_tokens == 4 and out.finish_reason == "length"
-    assert demo.backend.counts.steps["reference"] > 0 and demo.load_s > 0
+    assert tiny.backend.counts.steps["reference"] > 0 and tiny.load_s > 0
 
 
 def test_the_backend_that_was_asked_for_is_the_one_that_runs(monkeypatch):
@@ -222,16 +222,16 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(open_model, "probe_driver", lambda: Driver("1", "13.0", (Gpu(0, "A", "9.0", 10 ** 10),)))
     monkeypatch.setitem(sys.modules, "k3cuda.runtime.cuda_backend", SimpleNamespace(CudaBackend=gpu_backend))
     monkeypatch.setattr(preflight, "host", lambda: {"memory_free_bytes": 1, "memory_limit_bytes": None})
-    with LLM("demo", decode_backend="standard") as llm:
+    with LLM("tiny-random", decode_backend="standard") as llm:
         assert llm.backend.name == "standard"
     with pytest.raises(OutOfMemory, match="reference backend"):
-        LLM("demo", decode_backend="reference")
+        LLM("tiny-random", decode_backend="reference")
 
 
 def test_an_open_model_is_taken_as_it_is():
-    with LLM("demo", max_batch=1) as first:
+    with LLM("tiny-random", max_batch=1) as first:
         want = first.generate("hi", SamplingParams(temperature=0, max_tokens=3))[0].token_ids
-    opened = open_model.open_model("demo", max_batch=3)
+    opened = open_model.open_model("tiny-random", max_batch=3)
     with LLM(opened) as llm:
         assert llm.backend is opened.backend and llm.backend.num_slots == 3
         assert llm.generate("hi", SamplingParams(temperature=0, max_tokens=3))[0].token_ids == want

@@ -1,5 +1,5 @@
 """The lm-evaluation-harness recipe of docs/eval.md. scripts/lm_eval_recipe.py ran lm-eval itself and recorded its requests; here they are
-made again, and what lm-eval would read in the answers is held against the library. Another demo model, task or version of lm-eval: record again."""
+made again, and what lm-eval would read in the answers is held against the library. Another model, task or version of lm-eval: record again."""
 import asyncio
 import json
 import sys
@@ -22,14 +22,14 @@ TOLERANCE = 1e-3   # of a sum of log-probabilities of some 100: BLAS of the reco
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", max_model_len=256) as opened:
+    with LLM("tiny-random", max_model_len=256) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
 def answers():
     """The answer to every recorded request, in their order; all of them at a time."""
-    service = server_module.open_service("demo", {"max_batch": 4, "max_model_len": 256}, names=("demo",), effort="none", max_queue=64)
+    service = server_module.open_service("tiny-random", {"max_batch": 4, "max_model_len": 256}, names=("tiny-random",), effort="none", max_queue=64)
 
     async def ask_all():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(service)), base_url="http://here", timeout=120) as client:
@@ -84,8 +84,8 @@ def test_the_tokenizer_routes_are_those_that_lm_eval_asks(llm, answers):
 def test_an_end_that_is_generated_behind_a_scored_text_is_a_token_too(llm):
     """lm-eval leaves out the last entry, whatever it is: without one for the end it would leave out a scored token."""
     end = next((ids for ids in ([i] for i in range(llm.tokenizer.num_base)) if llm.logits(ids)[-1].argmax() == llm.tokenizer.end_of_msg_id), None)
-    assert end is not None, "no token of the demo model is followed by an end"
-    service = server_module.open_service("demo", {"max_model_len": 256}, names=("demo",), effort="none", max_queue=4)
+    assert end is not None, "no token of tiny-random is followed by an end"
+    service = server_module.open_service("tiny-random", {"max_model_len": 256}, names=("tiny-random",), effort="none", max_queue=4)
 
     async def ask():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(service)), base_url="http://here") as client:

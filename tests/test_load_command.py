@@ -28,7 +28,7 @@ def test_what_loading_took_is_in_the_document(pristine):
     nbytes = check(pristine).facts["bytes_per_rank"]["2"]
     assert found["mode"] == "buffered" and found["kept_bytes"] == 2 * nbytes and found["read_bytes"] == found["wanted_bytes"] < found["kept_bytes"]   # norms are held twice
     assert min(found["wall_s"], found["read_s"], found["copy_s"], found["repack_s"]) > 0 and found["compile_s"] == found["capture_s"] == 0
-    assert k3_json("generate", "demo", *ask)["loading"] == dict.fromkeys(found, 0) | {"mode": None}
+    assert k3_json("generate", "tiny-random", *ask)["loading"] == dict.fromkeys(found, 0) | {"mode": None}
 
 
 def test_phases_of_a_gpu_are_counted_and_shown():

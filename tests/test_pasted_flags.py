@@ -18,9 +18,9 @@ def words(table):
 
 def test_every_line_says_why():
     given = [word for pair in words(OF_A_MODEL) for word in pair]
-    said = k3("generate", "demo", "-p", "hi", "-n", 1, "-s", 1, *given).stderr.decode().splitlines()
+    said = k3("generate", "tiny-random", "-p", "hi", "-n", 1, "-s", 1, *given).stderr.decode().splitlines()
     assert said == [f"{name} is not needed: {why}" for name, (why, _) in OF_A_MODEL.items()]
-    assert k3("generate", "demo", "-p", "hi", "-n", 1, "-s", 1, "-q", *given).stderr == b""
+    assert k3("generate", "tiny-random", "-p", "hi", "-n", 1, "-s", 1, "-q", *given).stderr == b""
 
 
 @pytest.mark.parametrize("name", OPENS_A_MODEL)
@@ -28,7 +28,7 @@ def test_commands_that_open_a_model_take_them(name):
     command = main.commands[name]
     tables = OF_A_MODEL | (OF_A_SERVER if name == "serve" else {})
     for given in (list(words(tables)), [[alias, VALUES.get(n, "x")] for n, (_, a) in tables.items() if not a.get("is_flag") for alias in a.get("aliases", ())]):
-        args = ["demo", "demo"] if name == "eval" else ["demo"]
+        args = ["tiny-random", "demo"] if name == "eval" else ["tiny-random"]
         context = command.make_context(name, [*args, *(w for pair in given for w in pair)], parent=click.Context(main))
         assert not {p.replace("-", "_").strip("_") for p in tables} & context.params.keys()
 
@@ -54,14 +54,14 @@ def test_no_spelling_is_two_flags(command):
     (["-pp", "2"], "found '2', wanted 1; give --tp alone"), (["--dp-size", "4"], "found '4', wanted 1; give --tp alone"),
     (["--speculative-algorithm", "EAGLE"], "wanted dspark"), (["--generation-config", "vllm"], "wanted auto"), (["--enable-lora"], "No such option")])
 def test_what_would_change_something_is_refused(given, said):
-    assert said in " ".join(k3("generate", "demo", "-p", "hi", *given, code=2).stderr.decode().split())
+    assert said in " ".join(k3("generate", "tiny-random", "-p", "hi", *given, code=2).stderr.decode().split())
 
 
 def test_a_whole_command():
     """As recipes write it, with the model here."""
     given = ("--trust-remote-code --tensor-parallel-size 1 --max-model-len 64 --max_num_seqs 2 --gpu-memory-utilization 0.95 --kv-cache-dtype auto "
              "--load-format safetensors --enforce-eager --dtype bfloat16").split()
-    assert k3("generate", "demo", "-p", "hi", "-n", 1, *given).stdout
+    assert k3("generate", "tiny-random", "-p", "hi", "-n", 1, *given).stdout
 
 
 @pytest.mark.parametrize("args", [["generate", "-p", "x"], ["chat"], ["check"], ["plan"], ["tokenize", "-p", "x"], ["repack", "--tp", "1", "--out", "{tmp}/x"],

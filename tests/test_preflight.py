@@ -186,10 +186,10 @@ def test_no_end_token_is_worth_a_note(folder):
     assert report.ok and any("names no eos_token_id" in note for note in report.notes)
 
 
-def test_demo():
-    report = check("demo", tp=4)
+def test_tiny_random():
+    report = check("tiny-random", tp=4)
     assert report.ok and report.open().cfg.num_hidden_layers == 8 and report.facts["legal_tp"] == [1, 2, 4]
-    assert check("demo", tp=8).findings[0].file == "demo"
+    assert check("tiny-random", tp=8).findings[0].file == "tiny-random"
 
 
 def test_a_draft_is_checked_with_its_model(pristine):

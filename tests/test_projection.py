@@ -8,7 +8,7 @@ from command import ROOT, k3
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.plan import build_plan
 from k3cuda.runtime import projection
-from k3cuda.runtime.demo import open_demo
+from k3cuda.runtime.tiny_random import open_tiny_random
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import make_measured  # noqa: E402
@@ -71,11 +71,11 @@ def test_the_printed_projection():
 
 
 @pytest.mark.parametrize(("words", "code", "text"), [
-    (["demo", "--project"], 3, "the steps that were measured have"), (["--project", "--tp", "5"], 3, "5"), (["--project", "--markdown"], 2, "exclude each other")])
+    (["tiny-random", "--project"], 3, "the steps that were measured have"), (["--project", "--tp", "5"], 3, "5"), (["--project", "--markdown"], 2, "exclude each other")])
 def test_what_cannot_be_projected(words, code, text):
     assert text in k3("plan", *words, code=code).stderr.decode()
 
 
 def test_another_model_is_refused():
     with pytest.raises(projection.ConfigError):
-        projection.check_model(open_demo().cfg)
+        projection.check_model(open_tiny_random().cfg)

@@ -12,7 +12,7 @@ from k3cuda.runtime import rank_watch
 from rank_processes import MARK, STARTED, all_gone, ends, free_port, running, start
 
 IN_TIME, SIGNAL_IN_TIME = 15, 10   # seconds, as promised in docs/multi-node.md
-GENERATE = [*COMMAND, "generate", "demo", "--tp", "2", "--ranks", "processes", "-p", "hi", "-n", "4000", "--ignore-eos", "-s", "7", "--jsonl"]
+GENERATE = [*COMMAND, "generate", "tiny-random", "--tp", "2", "--ranks", "processes", "-p", "hi", "-n", "4000", "--ignore-eos", "-s", "7", "--jsonl"]
 
 # A script under a launcher; on the rank that is told so something goes wrong at the third token, or while its weights are loaded.
 SCRIPT = """
@@ -41,12 +41,12 @@ if kind == "load":
 elif kind not in ("sound", "none"):
     numpy_backend.NumpyBackend.sample = goes_wrong
 try:
-    with LLM("demo", tp=2, max_model_len=256) as llm:
+    with LLM("tiny-random", tp=2, max_model_len=256) as llm:
         [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
         if output.error:
             raise output.error
     if kind == "sound":
-        LLM("demo", tp=2, max_model_len=256)   # the other rank has ended with the first
+        LLM("tiny-random", tp=2, max_model_len=256)   # the other rank has ended with the first
 except K3Error as e:
     print(e)
     sys.exit(e.code)
@@ -118,7 +118,7 @@ def test_a_job_that_sleeps_as_a_whole_goes_on():
 
 def test_a_server_ends_with_its_ranks():
     """It waits for requests, not for a rank: nothing but the watch can tell it."""
-    process = start([*COMMAND, "serve", "demo", "--tp", "2", "--ranks", "processes", "--port", "0", "--max-model-len", "256"])
+    process = start([*COMMAND, "serve", "tiny-random", "--tp", "2", "--ranks", "processes", "--port", "0", "--max-model-len", "256"])
     assert b"is served at" in process.stderr.readline()
     other, = (pid for pid in running(process.mark) if pid != process.pid)
     begin = time.monotonic()

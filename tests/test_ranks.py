@@ -43,13 +43,13 @@ def answers(model, tp, ranks, params, **options):
         return logits, tokens, forked
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_model": "demo-draft", "num_drafts": 3}], ids=["plain", "drafts"])
+@pytest.mark.parametrize("options", [{}, {"draft_model": "tiny-random-draft", "num_drafts": 3}], ids=["plain", "drafts"])
 def test_processes_give_the_bytes_of_virtual_ranks(options):
     params = [SamplingParams(max_tokens=6, seed=7), SamplingParams(max_tokens=4, temperature=0, frequency_penalty=0.5)]
-    got, want = (answers("demo", 2, ranks, params, **options) for ranks in ("processes", "virtual"))
+    got, want = (answers("tiny-random", 2, ranks, params, **options) for ranks in ("processes", "virtual"))
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_array_equal(got[2], want[2])
-    assert got[1] == want[1] == answers("demo", 1, "virtual", params, **options)[1]
+    assert got[1] == want[1] == answers("tiny-random", 1, "virtual", params, **options)[1]
 
 
 def test_sixteen_processes(tmp_path):
@@ -71,11 +71,11 @@ def test_what_cannot_be_refused_later_is_refused_before_a_process_starts(monkeyp
     for options, kind, text in (({"tp": 3}, Exception, "1, 2, 4"), ({"tp": 2, "max_batch": 65}, UsageError, "max_batch"), ({"tp": 2, "draft_model": "/nowhere"}, Exception, "nowhere"),
                                 ({"tp": 2, "rendezvous_timeout": 0}, UsageError, "above 0")):
         with pytest.raises(kind, match=text):
-            LLM("demo", ranks="processes", **options)
+            LLM("tiny-random", ranks="processes", **options)
     with pytest.raises(UsageError, match="open the model themselves"):
         LLM(MadeCheckpoint(made_config()), tp=2, ranks="processes")
     with pytest.raises(UsageError, match="ranks: found 'many'"):
-        LLM("demo", tp=2, ranks="many")
+        LLM("tiny-random", tp=2, ranks="many")
 
 
 def gpus(monkeypatch, count):
@@ -112,8 +112,8 @@ def test_a_launcher_that_started_another_number(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="tp: found 2, but RANK and WORLD_SIZE started 4 processes"):
-        LLM("demo", tp=2)
-    with LLM("demo", tp=2, ranks="virtual", **SIZES) as llm:   # who says so is left alone
+        LLM("tiny-random", tp=2)
+    with LLM("tiny-random", tp=2, ranks="virtual", **SIZES) as llm:   # who says so is left alone
         assert llm.backend.ranks == "virtual"
 
 

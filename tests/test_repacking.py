@@ -169,9 +169,9 @@ def test_it_answers_like_the_original(pristine, tmp_path):
 
 
 def test_the_demo_too(tmp_path):
-    repack("demo", 4, tmp_path / "r")
+    repack("tiny-random", 4, tmp_path / "r")
     answers = []
-    for model, tp in (("demo", 4), (tmp_path / "r", None)):
+    for model, tp in (("tiny-random", 4), (tmp_path / "r", None)):
         with LLM(model, tp=tp) as llm:
             answers.append(llm.generate("hi", SamplingParams(max_tokens=4, seed=3))[0].token_ids)
     assert answers[0] == answers[1]

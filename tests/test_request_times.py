@@ -124,11 +124,11 @@ def test_a_flag_that_is_wrong_is_told_before_a_model_is_looked_for():
 
 @pytest.mark.parametrize("flags, rows, length", [
     (["--batch", "1,3", "--tp", 2], [1, 3], None),
-    (["--batch", "1,4", "--draft-model", "demo-draft", "--draft-tokens", 7, "--acceptance-length", 6], [8, 32], 6.0)], ids=["plain", "drafts"])
+    (["--batch", "1,4", "--draft-model", "tiny-random-draft", "--draft-tokens", 7, "--acceptance-length", 6], [8, 32], 6.0)], ids=["plain", "drafts"])
 def test_decoding_alone(flags, rows, length):
     """Synthetic acceptance of length 6 with 7 drafts gives 6 tokens in every step: of 18 behind the first one three steps."""
-    found = k3_json("bench", "decode", "demo", "--output-len", 19, "--temperature", 0, *flags)
-    assert [s["rows"] for s in found["steps"]] == rows and found["command"].startswith("k3cuda bench decode demo") and found["gpu"] is None
+    found = k3_json("bench", "decode", "tiny-random", "--output-len", 19, "--temperature", 0, *flags)
+    assert [s["rows"] for s in found["steps"]] == rows and found["command"].startswith("k3cuda bench decode tiny-random") and found["gpu"] is None
     page = (ROOT / "docs/bench.md").read_text(encoding="utf-8")
     for s in found["steps"]:
         assert s["decode_tokens"] == 18 * s["batch"] and s["decode_steps"] == (3 if length else 18) and s["tokens_per_second"] > 0 and s["ms"] > 0
@@ -141,7 +141,7 @@ def test_decoding_alone(flags, rows, length):
 
 
 def test_a_batch_that_does_not_fit_with_its_drafts_is_refused():
-    done = k3("bench", "decode", "demo", "--batch", "1,16", "--draft-model", "demo-draft", code=2)
+    done = k3("bench", "decode", "tiny-random", "--batch", "1,16", "--draft-model", "tiny-random-draft", code=2)
     assert b"max_batch: found 16, but with 7 drafts" in done.stderr
 
 

@@ -119,7 +119,7 @@ def test_time_follows_what_it_should(cfg):
 
 def test_the_command_prints_and_draws_the_fastest(tmp_path):
     picture = tmp_path / "step.svg"
-    shown = k3("plan", "demo", "--timeline", "--experts", "4", "--context", "64", "--svg", picture).stdout.decode()
+    shown = k3("plan", "tiny-random", "--timeline", "--experts", "4", "--context", "64", "--svg", picture).stdout.decode()
     table = shown.split("\n\n")[1].splitlines()
     times = {line[:22].strip(): float(line[22:30]) for line in table[1:]}
     assert set(times) == {*ARRANGEMENTS, "floor"}
@@ -127,4 +127,4 @@ def test_the_command_prints_and_draws_the_fastest(tmp_path):
     assert "A prediction, not a measurement" in shown and "\nlayer 4:" in shown
     bars = ElementTree.parse(picture).getroot().findall("{http://www.w3.org/2000/svg}rect")
     assert len(bars) > Grid().sms                               # more than a phase of every block
-    assert b"--timeline" in k3("plan", "demo", "--svg", picture, code=2).stderr
+    assert b"--timeline" in k3("plan", "tiny-random", "--svg", picture, code=2).stderr

@@ -25,9 +25,9 @@ def client(running, key="none"):
 
 def test_chat(serving):
     running = serving(SAID, effort="max")
-    answer = client(running).chat.completions.create(model="demo", messages=USER)
+    answer = client(running).chat.completions.create(model="tiny-random", messages=USER)
     choice, usage = answer.choices[0], answer.usage
-    assert (choice.message.content, choice.message.role, choice.finish_reason, answer.model) == ("Yes. No. é", "assistant", "stop", "demo")
+    assert (choice.message.content, choice.message.role, choice.finish_reason, answer.model) == ("Yes. No. é", "assistant", "stop", "tiny-random")
     assert choice.message.reasoning_content == choice.message.reasoning == "why not" and choice.message.tool_calls is None
     prompt = running.post("/tokenize", messages=USER).json()["count"]
     assert (usage.prompt_tokens, usage.completion_tokens) == (prompt, len(TOKENIZER.encode(SAID, allow_special=True)))
@@ -35,7 +35,7 @@ def test_chat(serving):
 
 
 def test_streamed_chat(serving):
-    stream = client(serving(SAID, effort="max")).chat.completions.create(model="demo", messages=USER, stream=True, stream_options={"include_usage": True})
+    stream = client(serving(SAID, effort="max")).chat.completions.create(model="tiny-random", messages=USER, stream=True, stream_options={"include_usage": True})
     *chunks, last = list(stream)
     assert last.choices == [] and last.usage.total_tokens == last.usage.prompt_tokens + last.usage.completion_tokens and all(c.usage is None for c in chunks)
     deltas = [c.choices[0].delta for c in chunks]
@@ -49,7 +49,7 @@ def test_streamed_chat(serving):
 def test_tools(serving, stream):
     script = THOUGHT + "I look.<|close|>response<|sep|>" + CALL + CALL + "<|close|>message<|sep|><|end_of_msg|>"
     api = client(serving(script, effort="max", max_model_len=2048)).chat.completions
-    found = api.create(model="demo", messages=USER, tools=[TOOL], tool_choice="required", stream=stream)
+    found = api.create(model="tiny-random", messages=USER, tools=[TOOL], tool_choice="required", stream=stream)
     if stream:
         chunks = list(found)
         calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
@@ -59,7 +59,7 @@ def test_tools(serving, stream):
         assert (message.content, found.choices[0].finish_reason) == ("I look.", "tool_calls")
         turn = [*USER, message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": calls[0].id, "content": "1"},
                 {"role": "tool", "tool_call_id": calls[1].id, "content": "2"}]
-        assert api.create(model="demo", messages=turn, tools=[TOOL]).usage.prompt_tokens > found.usage.prompt_tokens   # and back it goes
+        assert api.create(model="tiny-random", messages=turn, tools=[TOOL]).usage.prompt_tokens > found.usage.prompt_tokens   # and back it goes
     assert all(json.loads(c.function.arguments) == {"at": 'a "b"'} and c.function.name == "look" for c in calls) and calls[0].id != calls[1].id
 
 
@@ -67,7 +67,7 @@ def test_completions_are_the_librarys(serving, fake):
     prompts, llm = ["ab", "c"], fake()
     api = client(serving()).completions
     want = [o.text for o in llm.generate(prompts, SamplingParams(max_tokens=9, seed=5, temperature=0.8, ignore_eos=True))]
-    body = {"model": "demo", "max_tokens": 9, "seed": 5, "temperature": 0.8, "extra_body": {"ignore_eos": True}}
+    body = {"model": "tiny-random", "max_tokens": 9, "seed": 5, "temperature": 0.8, "extra_body": {"ignore_eos": True}}
     assert [c.text for c in api.create(prompt=prompts, **body).choices] == want
     assert [c.text for c in api.create(prompt=[TOKENIZER.encode(p) for p in prompts], **body).choices] == want
     assert api.create(prompt=TOKENIZER.encode("ab"), **body).choices[0].text == want[0]
@@ -82,7 +82,7 @@ def test_echo_gives_the_log_probabilities_of_the_prompt(serving, fake):
     import numpy as np
     llm, running = fake(), serving(max_logits=3)
     ids = TOKENIZER.encode("a log, long prompt")
-    whole = client(running).completions.create(model="demo", prompt="a log, long prompt", echo=True, max_tokens=4, logprobs=2, temperature=0)
+    whole = client(running).completions.create(model="tiny-random", prompt="a log, long prompt", echo=True, max_tokens=4, logprobs=2, temperature=0)
     lists, text = whole.choices[0].logprobs, whole.choices[0].text
     made = TOKENIZER.encode(text)[len(ids):] if len(TOKENIZER.encode(text)) == len(ids) + 4 else None
     rows = llm.logits(ids)[:-1].astype(np.float64)
@@ -113,10 +113,10 @@ def test_echo_of_a_batch_beside_others_with_one_slot(serving):
 
 def test_logprobs_of_a_chat(serving):
     api = client(serving(SAID, effort="max")).chat.completions
-    whole = api.create(model="demo", messages=USER, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    whole = api.create(model="tiny-random", messages=USER, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert [e.token for e in whole][:len(TOKENIZER.encode("why not"))] == [TOKENIZER.decode([i]) for i in TOKENIZER.encode("why not")]
     assert whole[-1].token == "<|end_of_msg|>" and whole[-1].bytes is None and all(len(e.top_logprobs) == 2 for e in whole)
-    chunks = api.create(model="demo", messages=USER, logprobs=True, top_logprobs=2, stream=True)
+    chunks = api.create(model="tiny-random", messages=USER, logprobs=True, top_logprobs=2, stream=True)
     assert [e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content] == whole
 
 
@@ -157,7 +157,7 @@ def test_metrics_count_what_happened(serving):
     made = running.post("/v1/completions", prompt=["ab", "abc"], temperature=0).json()["usage"]
     running.post("/v1/completions", prompt="x", max_tokens=1, temperature=0)
     lines = dict(line.rsplit(" ", 1) for line in running.http.get("/metrics").text.splitlines() if not line.startswith("#"))
-    label = '{model_name="demo"'
+    label = '{model_name="tiny-random"'
     assert float(lines[f"vllm:generation_tokens_total{label}}}"]) == made["completion_tokens"] + 1
     assert float(lines[f"vllm:prompt_tokens_total{label}}}"]) == made["prompt_tokens"] + 1
     assert [lines[f'vllm:request_success_total{label},finished_reason="{r}"}}'] for r in ("stop", "length")] == ["2", "1"]
@@ -177,15 +177,15 @@ def test_a_seed_of_the_server_is_that_of_requests_without_one(serving):
 
 def test_shared_beginnings_are_told_in_usage_and_metrics(serving):
     running, text = serving(prefix_cache=2, num_slots=4), TOKENIZER.encode("a beginning that many have, of more than a page and less than two " * 3)[:100]
-    body = {"model": "demo", "max_tokens": 3, "seed": 1, "extra_body": {"ignore_eos": True}}
+    body = {"model": "tiny-random", "max_tokens": 3, "seed": 1, "extra_body": {"ignore_eos": True}}
     first, second = (client(running).completions.create(prompt=text, **body) for _ in range(2))
     assert first.choices[0].text == second.choices[0].text
     assert [x.usage.prompt_tokens_details.cached_tokens for x in (first, second)] == [0, 64]
     scored = running.post("/v1/completions", prompt=text, echo=True, logprobs=1, max_tokens=1).json()
     assert len(scored["choices"][0]["logprobs"]["tokens"]) == first.usage.prompt_tokens + 1
     lines = running.http.get("/metrics").text.splitlines()
-    assert f'vllm:prefix_cache_queries_total{{model_name="demo"}} {3 * first.usage.prompt_tokens}' in lines
-    assert 'vllm:prefix_cache_hits_total{model_name="demo"} 128' in lines
+    assert f'vllm:prefix_cache_queries_total{{model_name="tiny-random"}} {3 * first.usage.prompt_tokens}' in lines
+    assert 'vllm:prefix_cache_hits_total{model_name="tiny-random"} 128' in lines
 
 
 def test_a_checkpoint_without_a_tokenizer_takes_ids(serving):
@@ -207,6 +207,6 @@ def test_the_page_has_routes_fields_and_an_example_that_runs(serving, capsys):
     for field in CHAT | COMPLETION:
         assert f"`{field}" in page or field == "user", field
     example, = re.findall(r"```python\n(.*?)```", page, re.S)
-    running = serving(SAID.removeprefix(THOUGHT))
+    running = serving(SAID.removeprefix(THOUGHT), names=("demo",))
     exec(example.replace("http://127.0.0.1:8000", running.url), {})
     assert capsys.readouterr().out == "Yes. No. é 0\n"

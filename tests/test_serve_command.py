@@ -1,4 +1,4 @@
-"""`k3cuda serve` in a process of its own: on the demo model, until a signal comes."""
+"""`k3cuda serve` in a process of its own: on tiny-random, until a signal comes."""
 import asyncio
 import re
 import resource
@@ -24,7 +24,7 @@ def few_files():
 
 class Process:
     def __init__(self, *args, **options):
-        self.process, self.said = start("serve", "demo", "--port", 0, *args, **options), []
+        self.process, self.said = start("serve", "tiny-random", "--port", 0, *args, **options), []
         while not self.said or b"is served at" not in self.said[-1]:
             self.said.append(self.process.stderr.readline())
             assert self.said[-1], self.said
@@ -58,7 +58,7 @@ def test_500_streams_at_a_time_are_neither_lost_nor_mixed_up():
     code, out, said = running.end()
     assert (code, out) == (128 + signal.SIGTERM, b"") and b"Traceback" not in said
     checked = [0, 64, 255, 499]
-    with LLM("demo", max_batch=len(checked), max_model_len=128) as llm:
+    with LLM("tiny-random", max_batch=len(checked), max_model_len=128) as llm:
         want = llm.generate(["a"] * len(checked), [SamplingParams(max_tokens=2, seed=seed, ignore_eos=True) for seed in checked])
     assert [shown[seed] for seed in checked] == [w.text.replace("\\", r"\\").replace('"', r"\"") for w in want]
     assert len(set(shown)) > 50   # the law is wide: that all got one answer would show
@@ -87,7 +87,7 @@ def hit(*args, **options):
     os.kill(os.getpid(), {number})
     return whole(*args, **options)
 {moment} = hit
-sys.argv[1:] = ["serve", "demo", "--port", "0", "--max-model-len", "64"]
+sys.argv[1:] = ["serve", "tiny-random", "--port", "0", "--max-model-len", "64"]
 main()
 """
     done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, timeout=60, preexec_fn=hears_interrupts)
@@ -101,7 +101,7 @@ def test_what_is_in_the_way_is_told_before_a_model_is_looked_for(tmp_path):
         port = taken.getsockname()[1]
         assert f"cannot listen at 127.0.0.1 port {port}".encode() in k3("serve", "/no/such", "--port", port, code=2).stderr
     assert b"no such" in k3("serve", "/no/such", "--port", 0, code=3).stderr
-    assert b"cannot listen at 203.0.113.1" in k3("serve", "demo", "--host", "203.0.113.1", code=2).stderr   # an address that no machine has
+    assert b"cannot listen at 203.0.113.1" in k3("serve", "tiny-random", "--host", "203.0.113.1", code=2).stderr   # an address that no machine has
 
 
 @pytest.mark.parametrize("args, variables", [(("--api-key", ""), {}), ((), {"K3CUDA_API_KEY": ""}), (("--api-key", ""), {"K3CUDA_API_KEY": "secret"})])
@@ -117,5 +117,5 @@ def test_a_package_that_is_missing_is_named(monkeypatch, name):
     for module in [m for m in sys.modules if m.split(".")[0] == name or m.startswith("k3cuda.serve")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    found = CliRunner().invoke(serve, ["demo"])
+    found = CliRunner().invoke(serve, ["tiny-random"])
     assert name in str(found.exception) and "pip install 'k3cuda[serve]'" in str(found.exception)

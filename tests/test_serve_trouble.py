@@ -66,7 +66,7 @@ def test_too_many_are_told_to_come_again(serving):
     refused = running.post("/v1/completions", **ENDLESS)
     assert (refused.status_code, refused.json()["error"]["code"], refused.headers["retry-after"]) == (429, "queue_full", "1")
     assert running.http.get("/health").status_code == 200
-    wanted = {'vllm:num_requests_running{model_name="demo"} 1', 'vllm:num_requests_waiting{model_name="demo"} 2'}
+    wanted = {'vllm:num_requests_running{model_name="tiny-random"} 1', 'vllm:num_requests_waiting{model_name="tiny-random"} 2'}
     until(lambda: wanted <= set(running.http.get("/metrics").text.splitlines()))   # told after the step that admits them
     for one in open_ones:
         one.__exit__(None, None, None)

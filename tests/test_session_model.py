@@ -13,7 +13,7 @@ from k3cuda.runtime.made_model import MadeCheckpoint
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", max_batch=4, max_model_len=2 * PAGE_SIZE) as opened:
+    with LLM("tiny-random", max_batch=4, max_model_len=2 * PAGE_SIZE) as opened:
         yield opened
 
 
@@ -103,7 +103,7 @@ def test_buffers_that_do_not_exist(llm, name, rank, text):
 
 
 def test_no_buffer_of_a_closed_llm():
-    opened = LLM("demo", max_batch=1, max_model_len=64)
+    opened = LLM("tiny-random", max_batch=1, max_model_len=64)
     opened.close()
     with pytest.raises(UsageError, match="closed"):
         opened.buffer("logits")

@@ -8,7 +8,7 @@ import subprocess
 from command import COMMAND, ENVIRONMENT, ROOT, start
 from serving import httpx
 
-from k3cuda.runtime.demo import open_demo
+from k3cuda.runtime.tiny_random import open_tiny_random
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 
 PAGE = (ROOT / "docs/start.md").read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ class Reader:
 
 
 def test_the_page_from_top_to_bottom(tmp_path):
-    write_checkpoint(open_demo(), tmp_path / "Kimi-K3")
+    write_checkpoint(open_tiny_random(), tmp_path / "Kimi-K3")
     assert LINES[:2] == INSTALL   # what .ci/run does for the README, with an extra
     reader, shown = Reader(tmp_path), {}
     try:

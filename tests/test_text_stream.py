@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from k3cuda.errors import RequestError
 from k3cuda.runtime.text_stream import Answer, Delta, StopStrings, TextStream
-from k3cuda.runtime.tokenizer import DEMO_TOKENIZER_DIR, Tokenizer
+from k3cuda.runtime.tokenizer import MINI_TOKENIZER_DIR, Tokenizer
 
 MINI = json.loads((Path(__file__).parent / "data" / "chat" / "_tokenizer-mini.json").read_text())
-TOKENIZER = Tokenizer.from_dir(DEMO_TOKENIZER_DIR)
+TOKENIZER = Tokenizer.from_dir(MINI_TOKENIZER_DIR)
 
 # Two letters and a few short strings over them: overlaps, prefixes and suffixes of each other come up all the time.
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from k3cuda.errors import CheckpointError
 from k3cuda.runtime import tokenizer as module
-from k3cuda.runtime.tokenizer import CONFIG_FILE, DEMO_TOKENIZER_DIR, MARKERS, RANKS_FILE, Tokenizer, split_long_runs
+from k3cuda.runtime.tokenizer import CONFIG_FILE, MINI_TOKENIZER_DIR, MARKERS, RANKS_FILE, Tokenizer, split_long_runs
 
 MINI = json.loads((Path(__file__).parent / "data" / "chat" / "_tokenizer-mini.json").read_text())
-TOKENIZER = Tokenizer.from_dir(DEMO_TOKENIZER_DIR)
+TOKENIZER = Tokenizer.from_dir(MINI_TOKENIZER_DIR)
 RANKS = {base64.b64decode(token): int(rank) for token, rank in map(str.split, MINI["tiktoken_model"].splitlines())}
 
 # Letters of every case and script the pattern tells apart, marks, digits, contractions, blanks of all kinds, and
@@ -28,11 +28,11 @@ ALPHABET += ["the", " the", "'s", "'LL", "message", "20261", "...", "  ", "\n\n"
 WORDS = st.lists(st.sampled_from(ALPHABET), max_size=30).map("".join)
 
 
-def test_demo_files_are_the_golden_vocabulary(tmp_path):
-    assert (DEMO_TOKENIZER_DIR / RANKS_FILE).read_bytes() == MINI["tiktoken_model"].encode()
+def test_mini_files_are_the_golden_vocabulary(tmp_path):
+    assert (MINI_TOKENIZER_DIR / RANKS_FILE).read_bytes() == MINI["tiktoken_model"].encode()
     Tokenizer(RANKS, MINI["special_tokens"], MINI["num_special"]).write_files(tmp_path)
     for name in (RANKS_FILE, CONFIG_FILE):
-        assert (tmp_path / name).read_bytes() == (DEMO_TOKENIZER_DIR / name).read_bytes(), name
+        assert (tmp_path / name).read_bytes() == (MINI_TOKENIZER_DIR / name).read_bytes(), name
 
 
 def test_special_ids_are_the_named_ones_and_reserved_ones():
@@ -152,7 +152,7 @@ def test_ids_without_text_decode_to_nothing(token_id):
 
 
 def test_the_encoder_is_loaded_when_it_is_first_needed():
-    code = "import sys, k3cuda.runtime.tokenizer as t; t.Tokenizer.from_dir(t.DEMO_TOKENIZER_DIR).decode([97])"
+    code = "import sys, k3cuda.runtime.tokenizer as t; t.Tokenizer.from_dir(t.MINI_TOKENIZER_DIR).decode([97])"
     code += "; assert not {'tiktoken', 'regex'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
 

@@ -15,7 +15,7 @@ from k3cuda.errors import OutOfMemory, UsageError
 from k3cuda.reference.mxfp4 import dequantize
 from k3cuda.runtime.backend import StepRows
 from k3cuda.runtime.checkpoint import Checkpoint
-from k3cuda.runtime.demo import open_demo
+from k3cuda.runtime.tiny_random import open_tiny_random
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint, position_values
 from k3cuda.runtime.numpy_backend import NumpyBackend
@@ -94,12 +94,12 @@ def test_each_tensor_follows_from_seed_and_name():
             one.read(*wrong)
 
 
-def test_demo_is_the_same_everywhere():
+def test_tiny_random_is_the_same_everywhere():
     # Raw bits of PCG64 and single IEEE operations: a change here changes what every user sees.
-    demo = open_demo()
+    model = open_tiny_random()
     digest = sha256()
-    for _, weight, layer, expert in expected_tensors(demo.cfg):
-        digest.update(demo.read(weight, layer, expert).tobytes())
+    for _, weight, layer, expert in expected_tensors(model.cfg):
+        digest.update(model.read(weight, layer, expert).tobytes())
     assert digest.hexdigest()[:16] == "0b6b00252a2bc9fe"
 
 
@@ -118,8 +118,8 @@ def test_experts_keep_the_size_of_their_input():
 
 def test_a_made_model_is_alive():
     """Activations near 1, routing spread over experts, decays from short to long, logits that tell tokens apart."""
-    demo = open_demo()
-    backend, seen = NumpyBackend(demo, max_batch=1, max_model_len=64), []
+    model = open_tiny_random()
+    backend, seen = NumpyBackend(model, max_batch=1, max_model_len=64), []
     backend.open_slot(0, [0])
     ids = np.random.default_rng(0).integers(0, 326, 24).astype(np.int32)
     keep = ("expert_ids", "kda_decay", "ffn_in", "attn_in", "mixer_out", "moe_out_part")
@@ -187,10 +187,10 @@ def test_single_file(tmp_path):
 
 def test_never_overwrites(made, tmp_path):
     with pytest.raises(UsageError, match="not an empty folder"):
-        write_checkpoint(open_demo(), made)
+        write_checkpoint(open_tiny_random(), made)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="not an empty folder"):
-        write_checkpoint(open_demo(), tmp_path / "file")
+        write_checkpoint(open_tiny_random(), tmp_path / "file")
 
 
 def test_a_disk_that_is_too_small(tmp_path):
@@ -217,7 +217,7 @@ def test_script(tmp_path):
     (("--set", "num_experts_per_token=99"), 3, "num_experts_per_token 99 is more than num_experts 16"),
     (("--set", "surprise=1"), 3, "surprise: unknown key"),
     (("--set", "hidden_size"), 2, "KEY=JSON"), (("--set", "hidden_size=x"), 2, "KEY=JSON"),
-    (("--demo", "--set", "hidden_size=64"), 2, "exclude each other"), (("--config", "nowhere"), 2, "nowhere"),
+    (("--tiny-random", "--set", "hidden_size=64"), 2, "exclude each other"), (("--config", "nowhere"), 2, "nowhere"),
 ])
 def test_script_errors(tmp_path, args, code, words):
     done = run_script(tmp_path / "x", *args)

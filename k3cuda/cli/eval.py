@@ -41,7 +41,7 @@ class _Scorer(click.Choice):
 def evaluate(model, file, scorer, runs, limit, results, baseline, json, output, system, reasoning_effort, no_think, no_progress, **flags):
     """Answer the questions of a file and score the answers. The FILE demo is the held-out sets of the demo model's own tasks."""
     from ..runtime import evaluation
-    from ..runtime.demo import DEMO
+    from ..runtime.named_models import DEMO
     from ..runtime.sampling import SamplingParams
 
     effort = options.effort(reasoning_effort, no_think, model)

@@ -34,6 +34,7 @@ def _lines(report: dict):
     for gpu in driver["gpus"]:
         yield f"gpu {gpu['index']:<5} {gpu['name']}, compute capability {gpu['compute_capability']}, {_gib(gpu['memory_bytes'])}"
     yield f"nvrtc     {report['nvrtc'] or 'not found'}"
+    yield f"demo      {_demo(report['demo'])}"
     yield ""
     yield "packages"
     yield from (f"  {name:<26} {p['version']}" for name, p in report["packages"].items() if p["version"])
@@ -58,6 +59,12 @@ def _lines(report: dict):
         yield ""
         yield "could not be found out"
         yield from (f"  {line}" for line in report["failed"])
+
+
+def _demo(found: dict | None) -> str:
+    if found is None:
+        return "unknown"
+    return f"trained by commit {found['commit']}, {found['bytes'] / 1e6:.1f} MB" if "commit" in found else f"{found['weights']}: no trained weights in this version"
 
 
 def _gib(size: int | None) -> str:

@@ -6,7 +6,7 @@ import click
 from ..errors import UsageError
 from .flag_kinds import flag, flags
 
-MODEL = flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL", help="Checkpoint folder or file, or 'demo'.")
+MODEL = flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL", help="Checkpoint folder or file, 'demo', or 'tiny-random'.")
 
 
 def model(default: str | None = None):
@@ -39,7 +39,7 @@ def model_and_file(command=None, *, word: str = "FILE", unless: str | None = Non
     def run(ctx, *args, model, words, **kwargs):
         if len(words) > 2:
             raise click.UsageError(f"found {len(words)} words, wanted [MODEL] {word}", ctx)
-        from ..runtime.demo import DEMO
+        from ..runtime.named_models import DEMO
 
         is_server = unless is not None and kwargs[unless] is not None
         if is_server and ctx.get_parameter_source("model") is not click.core.ParameterSource.COMMANDLINE:
@@ -68,9 +68,11 @@ def config_of(model: str, layers: int | None = None):
     from dataclasses import replace
 
     from ..config import RELEASED, RELEASED_FOLDER, K3Config
-    from ..runtime.demo import DEMO, open_demo
+    from ..runtime.named_models import resolved
+    from ..runtime.tiny_random import TINY_RANDOM, open_tiny_random
 
-    cfg = open_demo().cfg if model == DEMO else K3Config.from_json(RELEASED_FOLDER if model == RELEASED else _config_file(model))
+    model = resolved(model)
+    cfg = open_tiny_random().cfg if model == TINY_RANDOM else K3Config.from_json(RELEASED_FOLDER if model == RELEASED else _config_file(model))
     if layers is None or layers == cfg.num_hidden_layers:
         return cfg
     if layers > cfg.num_hidden_layers:

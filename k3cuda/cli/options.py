@@ -17,7 +17,7 @@ prompt = flags(
 conversation = flags(
     flag("--system", "-S", type=Text(), metavar="TEXT", aliases=["--system-prompt", "-sys"], help="System message."),
     flag("--reasoning-effort", type=click.Choice(["none", "low", "high", "max"], False), aliases=["--thinking-effort"],
-          help="How much the model is told to think; none: not at all.  [default: max; none for demo]"),
+          help="How much the model is told to think; none: not at all.  [default: max; none for demo and tiny-random]"),
     flag("--no-think", is_flag=True, hidden=True),
 )
 
@@ -69,7 +69,7 @@ def _speculative_config(ctx, option, value):
 
 DRAFT = (
     flag("--draft-model", metavar="PATH", aliases=["--speculative-draft-model-path", "-md"], envvar="K3CUDA_DRAFT_MODEL",
-         help="DSpark draft model: folder or file, or 'demo-draft'.  [default: no speculation]"),
+         help="DSpark draft model: folder or file, or 'demo-draft' or 'demo-draft-gqa' for 'demo'.  [default: no speculation]"),
     flag("--num-speculative-tokens", "-k", type=click.IntRange(min=1), metavar="N",
          aliases=["--speculative-num-draft-tokens", "--draft-tokens", "--draft"],
          help="Tokens proposed a step; one more position is verified.  [default: the draft's block]"),
@@ -120,12 +120,12 @@ def server_engine(max_batch: int):
 
 
 def effort(reasoning_effort: str | None, no_think: bool, model: str) -> str:
-    """One effort from the flag, its alias and the default. Random weights would never close their reasoning: demo answers at once."""
-    from ..runtime.demo import DEMO
+    """One effort from the flag, its alias and the default. """
+    from ..runtime.named_models import WITHOUT_REASONING
 
     if no_think and reasoning_effort not in (None, "none"):
         raise UsageError(f"--no-think and --reasoning-effort {reasoning_effort} exclude each other", "give one of them")
-    return "none" if no_think else reasoning_effort or ("none" if model == DEMO else "max")
+    return "none" if no_think else reasoning_effort or ("none" if model in WITHOUT_REASONING else "max")
 
 
 def sampling_arguments(flags: dict) -> dict:

@@ -49,12 +49,14 @@ def tokenize(model, prompt, file, chat, decode, system, reasoning_effort, no_thi
 
 def open_tokenizer(model: str):
     """The tokenizer of a checkpoint, without a look at its weights."""
-    from ..runtime.demo import DEMO
     from ..runtime.downloads import check_is_here
-    from ..runtime.tokenizer import DEMO_TOKENIZER_DIR, Tokenizer
+    from ..runtime.named_models import resolved
+    from ..runtime.tiny_random import TINY_RANDOM
+    from ..runtime.tokenizer import MINI_TOKENIZER_DIR, Tokenizer
 
     check_is_here(model)
-    path = DEMO_TOKENIZER_DIR if model == DEMO else Path(model)
+    model = resolved(model)
+    path = MINI_TOKENIZER_DIR if model == TINY_RANDOM else Path(model)
     return Tokenizer.from_dir(path.parent if path.is_file() else path)
 
 

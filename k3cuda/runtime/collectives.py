@@ -42,7 +42,7 @@ class VirtualRanks:
 
 
 class TcpRanks:
-    """One rank a process, over the connections of the rendezvous, by way of rank 0. For tests: a step of `demo` is mostly waiting then.
+    """One rank a process, over the connections of the rendezvous, by way of rank 0. For tests: a step of `tiny-random` is mostly waiting then.
 
     Args:
         data: connections by rank: on rank 0 of every other one, elsewhere that of rank 0.

@@ -226,8 +226,15 @@ def report() -> dict:
         "nvrtc": safe(probe_nvrtc, otherwise=(None,))[0],
         "packages": {name: {"version": versions[name], "purpose": p, "extra": e} for name, (p, e) in PACKAGES.items()},
         "decode_backends": safe(decode_backends, driver, versions, otherwise=[]), "release_memory": safe(release_memory, driver, otherwise=[]),
-        "variables": safe(variables, otherwise={}), "failed": failed,
+        "demo": safe(demo_model), "variables": safe(variables, otherwise={}), "failed": failed,
     }
+
+
+def demo_model() -> dict:
+    """What the manifest of the packaged model says, without its files."""
+    from .named_models import manifest
+
+    return {name: value for name, value in manifest().items() if name != "sha256"}
 
 
 def release_memory(driver: Driver) -> list[dict]:

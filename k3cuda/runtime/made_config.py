@@ -3,7 +3,7 @@ from dataclasses import asdict
 
 from ..config import FIXED, FIXED_LINEAR, MODEL_TYPE, MXFP4_GROUP, TEXT_MODEL_TYPE, TOKEN_IDS, K3Config, LinearAttnConfig
 
-_MINI_IDS = dict(zip(TOKEN_IDS, (326, 328, 581)))  # of the demo tokenizer
+_MINI_IDS = dict(zip(TOKEN_IDS, (326, 328, 581)))  # of the mini tokenizer
 
 # 2.3 M parameters that divide over 16 ranks: every size has 16 pieces, w2 and the MLPs 16 chunks of K.
 _BASE = {

@@ -1,4 +1,4 @@
-"""Drafts with random weights for any target, of both families, and the one that goes with `demo`. What they propose means nothing."""
+"""Drafts with random weights for any target, of both families. What they propose means nothing."""
 from dataclasses import replace
 from math import prod
 from pathlib import Path

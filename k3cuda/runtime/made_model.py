@@ -8,7 +8,7 @@ import numpy as np
 from ..config import MXFP4_GROUP, K3Config
 from ..weights import Weight, checkpoint_key, stored_shapes
 from .tensor_source import TensorSource
-from .tokenizer import DEMO_TOKENIZER_DIR, Tokenizer
+from .tokenizer import MINI_TOKENIZER_DIR, Tokenizer
 
 # Uniform on [-1, 1] has this standard deviation; E2M1 values of random bits and random scales of 2^-1, 1, 2 have this one.
 _UNIFORM_STD, _MXFP4_STD = 3**-0.5, 2.926 * 1.32
@@ -37,7 +37,7 @@ class MadeCheckpoint(TensorSource):
         return array.reshape(shape)
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_dir(DEMO_TOKENIZER_DIR)
+        return Tokenizer.from_dir(MINI_TOKENIZER_DIR)
 
 
 def random_values(weight: Weight, dims: dict[str, int], n: int, seed: int, key: str) -> np.ndarray:

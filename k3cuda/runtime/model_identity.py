@@ -3,8 +3,9 @@ import hashlib
 import os
 from pathlib import Path
 
-from .demo import DEMO, DEMO_DRAFT
+from .named_models import resolved
 from .shards import INDEX, SUFFIX
+from .tiny_random import TINY_RANDOM, TINY_RANDOM_DRAFTS
 
 CONFIG = "config.json"
 _HEADER = 1 << 20   # bytes at the beginning of a single file, which are its header or most of it
@@ -15,8 +16,9 @@ def identity(model) -> str | None:
 
     None for None. A file that cannot be read is left out: opening the model says what is wrong with it.
     """
-    if model is None or str(model) in (DEMO, DEMO_DRAFT):
-        return model and str(model)
+    model = resolved(model)
+    if model is None or model in (TINY_RANDOM, *TINY_RANDOM_DRAFTS):
+        return model
     path, digest = Path(model), hashlib.sha256()
     folder = path.parent if path.suffix == SUFFIX else path
     index = folder / INDEX

@@ -15,7 +15,7 @@ from .row_check import PADDING, sequences
 
 NUMPY_DTYPE = {"i32": np.int32, "u8": np.uint8}  # every other dtype is held as F32
 # A matrix-vector product with fewer weights than this is done before a second BLAS thread is awake; on a busy machine waiting
-# for that thread made a step of `demo` six times slower.
+# for that thread made a step of `tiny-random` six times slower.
 _THREADED_WEIGHTS = 1 << 22
 
 

@@ -192,13 +192,13 @@ def _check_count(name: str, value, most: int | None) -> None:
 
 def _open_checkpoints(model, draft_model, tp: int, is_reference: bool):
     """The model and its draft model or None, both checked before either is opened."""
-    from .demo import DEMO, DEMO_DRAFT
+    from .named_models import DEMO, DEMO_DRAFTS
     from .preflight import check, check_gpu
     from .tensor_source import TensorSource
 
     _check_place("model", model, TensorSource, DEMO)
     if draft_model is not None:
-        _check_place("draft_model", draft_model, DraftTensors, DEMO_DRAFT)
+        _check_place("draft_model", draft_model, DraftTensors, DEMO_DRAFTS[0])
     is_open = isinstance(draft_model, DraftTensors)
     if isinstance(model, TensorSource):
         found = DraftCheckpoint.open(draft_model, model.cfg) if draft_model is not None and not is_open else draft_model

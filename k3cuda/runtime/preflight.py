@@ -10,15 +10,16 @@ from ..emit import no_kernels
 from ..errors import CheckpointError, ConfigError, OutOfMemory
 from ..weights import check_tp, checkpoint_bytes, legal_cuts, legal_tps, model_bytes, num_tensors
 from .checkpoint import CONFIG, Survey
-from .demo import DEMO, DEMO_DRAFT, open_demo, open_demo_draft
 from .draft_checkpoint import DraftCheckpoint, DraftSurvey, DraftTensors
 from .findings import Finding, error_of
 from .gpu_room import gpu_findings, gpu_table
 from .kernel_sizes import size_misfits
 from .machine import host
+from .named_models import resolved
 from .repack_manifest import UNFINISHED, is_repacked
 from .repacked import RepackedSurvey
 from .tensor_source import TensorSource
+from .tiny_random import TINY_RANDOM, TINY_RANDOM_DRAFTS, open_tiny_random, open_tiny_random_draft
 from .tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
 
 
@@ -38,8 +39,9 @@ class Report:
     facts: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cfg: K3Config | None = field(default=None, repr=False)
-    survey: Survey | None = field(default=None, repr=False)  # None for the demo model
-    draft: DraftSurvey | None = field(default=None, repr=False)  # None without a draft model, and for the demo's
+    survey: Survey | None = field(default=None, repr=False)  # None for tiny-random
+    draft: DraftSurvey | None = field(default=None, repr=False)  # None without a draft model, and for a made one
+    made_draft: DraftTensors | None = field(default=None, repr=False)
     draft_cfg: DraftConfig | None = field(default=None, repr=False)  # where it can be used
 
     @property
@@ -54,12 +56,12 @@ class Report:
     def open(self) -> TensorSource:
         """The model that was checked, opened without a second look at its files; raises as `raise_if_bad` does."""
         self.raise_if_bad()
-        return self.survey.open() if self.survey else open_demo()
+        return self.survey.open() if self.survey else open_tiny_random()
 
     def open_draft(self) -> DraftTensors:
         """The draft model that was checked, opened likewise."""
         self.raise_if_bad()
-        return DraftCheckpoint.of(self.draft) if self.draft else open_demo_draft()
+        return DraftCheckpoint.of(self.draft) if self.draft else self.made_draft
 
     def to_dict(self) -> dict:
         return {"path": self.path, "ok": self.ok, "findings": [f.to_dict() for f in self.findings], "facts": self.facts,
@@ -70,15 +72,16 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
     """Looks at a model without loading it.
 
     Args:
-        path: the folder of a checkpoint or of a repacked model, one .safetensors file, or "demo".
+        path: the folder of a checkpoint or of a repacked model, one .safetensors file, or a name of named_models.py.
         tp: number of ranks it shall be cut into; None: not asked.
-        draft: a draft model for it: a folder, one .safetensors file, or "demo-draft"; None: no draft.
+        draft: a draft model for it: a folder, one .safetensors file, or such a name; None: no draft.
         is_reference: whether the reference backend shall run it: that one needs the host's memory.
         num_drafts: tokens the draft shall propose a step; None: not asked.
     """
     report = Report(str(path))
-    if str(path) == DEMO:
-        cfg, folder = open_demo().cfg, None
+    path = resolved(path)
+    if path == TINY_RANDOM:
+        cfg, folder = open_tiny_random().cfg, None
     else:
         cfg, folder = _check_files(report, path, tp)
     report.cfg = cfg
@@ -146,10 +149,11 @@ def _check_tp(report: Report, cfg: K3Config, tp: int | None, folder: Path | None
 
 def _check_draft(report: Report, draft, target: K3Config | None, tp: int | None, num_drafts: int | None) -> DraftConfig | None:
     """Files and config of a draft model against its target; the config where it can be used."""
-    if str(draft) == DEMO_DRAFT:
-        cfg, where = open_demo_draft().cfg, DEMO_DRAFT
-        problems = misfits(cfg, target) if target else []
-        report.findings += [Finding(where, p, "the demo model as its target", "use a draft of this target") for p in problems]
+    draft = resolved(draft)
+    if draft in TINY_RANDOM_DRAFTS:
+        report.made_draft = open_tiny_random_draft(draft)
+        cfg, where = report.made_draft.cfg, draft
+        report.findings += [Finding(where, p, f"{TINY_RANDOM} as its target", "use a draft of this target") for p in (misfits(cfg, target) if target else ())]
     else:
         report.draft = DraftSurvey(draft, target)
         report.findings += report.draft.findings

@@ -46,7 +46,7 @@ def repack(model, tp: int, out, *, load_mode: str = AUTO, verify: bool = True, s
     """Repacks `model` for `tp` ranks into the folder `out`; goes on where an earlier run stopped.
 
     Args:
-        model: the folder of a checkpoint, one .safetensors file, or "demo".
+        model: the folder of a checkpoint, one .safetensors file, or a name of named_models.py.
         verify: hash the files of the checkpoint first, and compare where there is something to compare with.
         show: whether progress is shown; None: on a terminal.
     Returns:

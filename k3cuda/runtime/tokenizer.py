@@ -19,8 +19,8 @@ RANKS_FILE, CONFIG_FILE = "tiktoken.model", "tokenizer_config.json"
 NUM_SPECIAL = 256  # ids after the base vocabulary, named or reserved
 OPEN, CLOSE, SEP, END_OF_MSG = MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
-# A vocabulary of 326 tokens in the release's file layout, for the demo model.
-DEMO_TOKENIZER_DIR = Path(__file__).parent.parent / "data" / "demo_tokenizer"
+# A vocabulary of 326 tokens in the release's file layout, for made models.
+MINI_TOKENIZER_DIR = Path(__file__).parent.parent / "data" / "mini_tokenizer"
 
 # The release cuts text before BPE at these places. It changes ids, so it is part of parity; it also keeps the regex
 # engine of tiktoken from giving up on a run of a million blanks.

@@ -23,8 +23,8 @@ class Trained(TensorSource):
         shape = stored_shapes(weight, self._dims)[0]
         if weight.mxfp4:
             name = weight.name.removesuffix("_scale")
-            if (layer, name) not in self._packed:
-                self._packed = {(layer, name): packed(self.model.weight(layer, name))}
+            if (layer, name) not in self._packed:   # files want an expert's scales far behind its weights
+                self._packed[layer, name] = packed(self.model.weight(layer, name))
             return self._packed[layer, name][weight.mxfp4 == "scale"][expert].reshape(shape)
         return as_stored(self.model.weight(layer, weight.name), weight.dtype, shape)
 

@@ -15,7 +15,8 @@ from .rows import ANSWER, LONG_TASK, PADDING, Rows, steps
 TEXT_WEIGHT = 0.1     # of a token that is no answer
 WARM, COOL = 0.03, 0.4   # parts of the steps in which the rate rises, and falls to 0
 BIAS_RATE, EARLY_BIAS, EARLY = 2e-3, 1e-2, 0.1   # of the router's biases; the second for the first part of the steps, when loads are most uneven
-AGAIN = 0.57          # of the steps: where their number is chosen again, from what a step takes by then; rows are long from 0.5 on
+SOON = 0.2            # of the steps: where their number is put right if steps take longer than was measured before
+AGAIN = 0.57          # of the steps: where it is chosen again, from what a step takes by then; rows are long from 0.5 on
 SLACK = 1.04          # looks at the held-out sets and saved states beside the steps
 ENOUGH = 0.9          # of the steps: a model that was stopped behind it is as good as done, its rate is a quarter and less
 EVAL_EVERY = 0.05     # part of the steps between two looks at the held-out sets
@@ -49,11 +50,17 @@ class Schedule:
 
 class Trainer:
     """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". options: of `Rows`, beside the tokenizer.
-    watched: held-out items of a task that are looked at on the way."""
+    watched: held-out items of a task that are looked at on the way.
+
+    Attributes:
+        schedule: must be set before `run`, which may choose another number of steps unless `is_fixed`.
+        measured: seconds of a step by the length of its long rows, once `measure` has run.
+    """
 
     def __init__(self, model: K3, tokenizer, folder, seed: int, workers: int, device: str, options: dict, watched: int = 100):
         self.model, self.folder, self.seed, self.workers, self.device, self.options = model.to(device), folder, seed, workers, device, options
         self.optimizer, self.step, self.schedule, self.watched = Optimizer(model.named_parameters()), 0, None, watched
+        self.is_fixed, self.measured = False, {}
         self.rows = Rows(tokenizer, **options)
         self.log_file = (folder / "train.jsonl").open("a")
         self._sets = {}
@@ -98,13 +105,16 @@ class Trainer:
                 seconds = self.now() - began
             self.log(measured_length=length, seconds=round(seconds, 4))
             mean += seconds * (end - start)
+            self.measured[length] = seconds
         began = self.now()
         self.optimizer.step(0.0)
         self.optimizer.count = 0
         for values in self.optimizer.state.values():
             for x in values:
                 torch._foreach_zero_(x) if isinstance(x, list) else x.zero_()
-        return mean + self.now() - began
+        update = self.now() - began
+        self.measured = {length: seconds + update for length, seconds in self.measured.items()}
+        return mean + update
 
     def now(self) -> float:
         if self.device == "cuda":
@@ -114,8 +124,11 @@ class Trainer:
     def run(self, until: float) -> bool:
         """Trains to the schedule's end, or to the time `until` (of time.monotonic), and keeps the state; False where much is left to do."""
         every, began, saved = max(1, round(EVAL_EVERY * self.schedule.count)), time.monotonic(), time.monotonic()
-        again, recent = round(AGAIN * self.schedule.count), (self.step, began)
+        soon, again, recent = round(SOON * self.schedule.count), round(AGAIN * self.schedule.count), (self.step, began)
+        expected, first = 0.0, None
         for batches in steps(str(self.folder), self.options, self.seed, self._wanted(), self.workers):
+            first = first or self.now()   # text has begun to come
+            expected += self.measured.get(self.schedule.length(self.step), 0.0)
             losses, loads, left_out = self.backward(batches)
             rate = self.schedule.rate(self.step)
             self.optimizer.step(rate)
@@ -129,8 +142,14 @@ class Trainer:
             if self.step % every == 0 or self.step == self.schedule.count:
                 self.log(step=self.step, held_out=self.scores(self.watched))
                 recent = (self.step, self.now())
-            if self.step == again and until < float("inf") and self.step > recent[0]:
-                self._reschedule((self.now() - recent[1]) / (self.step - recent[0]), until)
+            if not self.is_fixed and until < float("inf"):
+                if self.step == soon and (slower := (self.now() - first) / (expected * SLACK) if expected else 1) > 1:
+                    self._reschedule(self.step + int((self.schedule.count - self.step) / slower))
+                    again = round(AGAIN * self.schedule.count)
+                if again <= self.step > recent[0]:   # not right behind a look at the held-out sets: there is nothing to measure
+                    again = float("inf")
+                    seconds = (self.now() - recent[1]) / (self.step - recent[0])
+                    self._reschedule(min(self.step + int((until - self.now()) / (seconds * SLACK)), 2 * self.schedule.count))
             if self.step == self.schedule.count:
                 break
             if time.monotonic() > until:
@@ -148,11 +167,10 @@ class Trainer:
             yield step, *self.schedule.sizes(step)
             step += 1
 
-    def _reschedule(self, seconds: float, until: float) -> None:
-        """Another number of steps, from how long one takes now that rows have their full length; the rate has not begun to fall yet."""
-        count = self.step + int((until - self.now()) / (seconds * SLACK))
-        count = min(max(count, self.step + 1), 2 * self.schedule.count)
-        self.log(step=self.step, seconds=round(seconds, 4), steps_before=self.schedule.count, steps=count)
+    def _reschedule(self, count: int) -> None:
+        """Another number of steps; the rate has not begun to fall yet."""
+        count = max(count, self.step + 1)
+        self.log(at_step=self.step, steps_before=self.schedule.count, steps=count)
         self.schedule = replace(self.schedule, count=count)
 
     @torch.no_grad()

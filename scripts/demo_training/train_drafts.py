@@ -60,7 +60,8 @@ def train_drafts(trainer, drafts: dict[str, Draft], count: int, until: float) ->
     wanted = ((s, schedule.short // 2, long, schedule.lengths[-1][1]) for s in range(count))
     began = time.monotonic()
     for step, batches in enumerate(steps(str(trainer.folder), trainer.options, trainer.seed + 1, wanted, trainer.workers)):
-        used = max(step / count, (time.monotonic() - began) / (until - began))
+        now = time.monotonic()
+        used = max(step / count, (now - began) / (until - began) if now < until else 1)
         if used >= 1:
             break
         losses = dict.fromkeys(drafts, 0.0)

@@ -27,7 +27,7 @@ from k3cuda import LLM, SamplingParams
 from k3cuda.runtime.backend import StepRows
 model, out, tp, dcp, forced, before, drafts, prompts, tokens = json.loads(sys.argv[1])
 ids = np.random.default_rng(1).integers(0, 300, 200).astype(np.int32)
-draft = {"draft_model": "demo-draft", "num_drafts": drafts} if drafts else {}
+draft = {"draft_model": "tiny-random-draft", "num_drafts": drafts} if drafts else {}
 ranks = "processes" if out.endswith("processes.npy") else "virtual"
 with LLM(model, tp=tp, dcp=dcp, ranks=ranks, decode_backend="standard", max_model_len=256, max_batch=2, **draft) as llm:
     be, found, done = llm.backend, [llm.logits(ids[:forced])] if forced else [], 0
@@ -94,7 +94,7 @@ def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, runs):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_draft_the_same(tp, runs):
     """A draft cut over the same ranks: drafts, verdicts and tokens of one rank."""
-    (logits, said), (wanted, alone) = (runs(kind, "demo", n, 1, 20, [8], 3, PROMPTS, 60) for kind, n in (("processes", tp), ("virtual", 1)))
+    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, 1, 20, [8], 3, PROMPTS, 60) for kind, n in (("processes", tp), ("virtual", 1)))
     assert said["ranks"] == "nccl" and logits.tobytes() == wanted.tobytes()
     assert said["tokens"] == alone["tokens"] and said["proposed"] == alone["proposed"] > 60
 

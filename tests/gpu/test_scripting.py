@@ -20,7 +20,7 @@ from k3cuda.config import PAGE_SIZE  # noqa: E402
 from k3cuda.errors import UsageError  # noqa: E402
 from k3cuda.runtime.checkpoint import Checkpoint  # noqa: E402
 from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS  # noqa: E402
-from k3cuda.runtime.demo import open_demo  # noqa: E402
+from k3cuda.runtime.tiny_random import open_tiny_random  # noqa: E402
 
 ROOM = {"max_batch": 6, "max_model_len": 4 * PAGE_SIZE, "decode_backend": "standard"}
 
@@ -28,12 +28,12 @@ ROOM = {"max_batch": 6, "max_model_len": 4 * PAGE_SIZE, "decode_backend": "stand
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     cfg = Checkpoint.open(HEADDIMS).cfg
-    compile_ahead((open_demo().cfg, 1, DECODE_BUCKETS, "bf16", True), (cfg, 1, DECODE_BUCKETS, "fp8_e4m3", True), (cfg, 2, DECODE_BUCKETS, "bf16", True))
+    compile_ahead((open_tiny_random().cfg, 1, DECODE_BUCKETS, "bf16", True), (cfg, 1, DECODE_BUCKETS, "fp8_e4m3", True), (cfg, 2, DECODE_BUCKETS, "bf16", True))
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM("demo", **ROOM) as opened:
+    with LLM("tiny-random", **ROOM) as opened:
         yield opened
 
 
@@ -152,7 +152,7 @@ def test_examples(llm, capsys):
         logprobs -= np.log(np.exp(logprobs).sum(1, keepdims=True))
         assert abs(total - logprobs[np.arange(6), new].sum()) < 1e-4
     for path in EXAMPLES:
-        example(path.stem).main("demo", "standard")
+        example(path.stem).main("tiny-random", "standard")
         assert len(capsys.readouterr().out) > 20
 
 

@@ -1,0 +1,62 @@
+"""Models that have a name in place of a folder: `demo`, which goes with the package, `tiny-random`, which is made in memory, and their drafts.
+
+The manifest in data/demo says what `demo` is in this version: the trained files beside it, or `tiny-random` as long as there are none. Nothing else
+decides it, so a package that lost its files does not fall back to random weights.
+"""
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .tiny_random import TINY_RANDOM, TINY_RANDOM_DRAFTS
+
+DEMO = "demo"
+DATA, MANIFEST = Path(__file__).parent.parent / "data" / "demo", "manifest.json"
+TRAINED = "trained"
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    """folder: of DATA, once it is trained. until_then: the made model that stands in, by its name."""
+
+    folder: str
+    until_then: str
+
+
+PACKAGED = {DEMO: _Packaged("model", TINY_RANDOM),
+            **{name.replace(TINY_RANDOM, DEMO): _Packaged(f"draft-{family}", name) for name, family in TINY_RANDOM_DRAFTS.items()}}
+DEMO_DRAFTS = tuple(PACKAGED)[1:]
+WITHOUT_REASONING = (DEMO, TINY_RANDOM)   # nobody taught them to close it
+
+
+@functools.cache
+def manifest() -> dict:
+    """What data/demo holds: `weights`, which is TRAINED or TINY_RANDOM, and for trained ones how they were made and the SHA-256 of every file.
+
+    Raises CheckpointError: it is missing or damaged.
+    """
+    return read_manifest(DATA)
+
+
+def read_manifest(folder: Path) -> dict:
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if found["weights"] not in (TRAINED, TINY_RANDOM):
+            raise ValueError(f"weights {found['weights']!r:.60}")
+        return found
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f"{folder / MANIFEST}: found {type(e).__name__} ({e}), wanted what the package says of its demo model",
+                              "install k3cuda again") from e
+
+
+def is_trained() -> bool:
+    return manifest()["weights"] == TRAINED
+
+
+def resolved(model):
+    """What a name of PACKAGED stands for: the folder of trained weights, or the name of the made model that stands in. Anything else is returned as it is."""
+    if not isinstance(model, str) or model not in PACKAGED:
+        return model
+    named = PACKAGED[model]
+    return str(DATA / named.folder) if is_trained() else named.until_then

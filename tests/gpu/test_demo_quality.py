@@ -1,0 +1,32 @@
+"""The trained demo model on the standard path: every cache, cut and draft answers as well as the reference did, and drafts and ranks change no text."""
+import functools
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
+
+from command import ROOT  # noqa: E402
+
+sys.path.append(str(ROOT / "scripts"))
+from quality import CONFIGURATIONS, answers, stored, verdict  # noqa: E402
+
+from k3cuda.runtime.named_models import DEMO, is_trained  # noqa: E402
+
+pytestmark = [pytestmark, pytest.mark.skipif(not is_trained(), reason="no trained demo in this version; scripts/install_demo.py puts one there")]
+
+
+@functools.cache
+def found(kv, tp, draft):
+    return answers(DEMO, len(stored()), draft_model=draft, tp=tp, ranks="virtual", kv_cache_dtype=kv, decode_backend="standard")
+
+
+@pytest.mark.parametrize("kv, tp, draft", CONFIGURATIONS)
+def test_answers_are_as_good_as_the_references(kv, tp, draft):
+    ours = found(kv, tp, draft)
+    assert (trouble := verdict(ours, stored())) is None, trouble
+    texts, plain = ({a["id"]: a["text"] for a in x} for x in (ours, found(kv, 1, None)))
+    assert texts == plain, [(name, texts[name], text) for name, text in plain.items() if texts[name] != text][:3]
+    if draft:
+        assert any(a["speculative"] and a["speculative"]["accepted"] for a in ours)

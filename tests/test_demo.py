@@ -1,0 +1,212 @@
+"""The model `demo`: its manifest says what it is, its files are those of the manifest, pages say the same; and how a trained one gets there."""
+import hashlib
+import json
+import math
+import sys
+
+import pytest
+from command import ROOT, k3, k3_json
+
+from k3cuda import LLM
+from k3cuda.cli import main as command
+from k3cuda.errors import CheckpointError
+from k3cuda.runtime import named_models
+from k3cuda.runtime.demo_tasks import TASKS, task_of
+from k3cuda.runtime.made_config import made_config
+from k3cuda.runtime.made_draft import MadeDraft, made_draft_json, write_draft
+from k3cuda.runtime.made_model import MadeCheckpoint
+from k3cuda.runtime.named_models import DATA, DEMO, DEMO_DRAFTS, PACKAGED, TRAINED, read_manifest, resolved
+from k3cuda.runtime.tiny_random import TINY_RANDOM, TINY_RANDOM_DRAFTS
+from k3cuda.runtime.write_checkpoint import write_checkpoint
+
+sys.path.append(str(ROOT / "scripts"))
+import install_demo  # noqa: E402
+import make_demo_page  # noqa: E402
+import quality  # noqa: E402
+
+MANIFEST = read_manifest(DATA)
+IS_TRAINED = MANIFEST["weights"] == TRAINED
+
+
+# ---- as it is in this version ----
+
+def test_files_are_those_of_the_manifest():
+    found = {str(f.relative_to(DATA)): hashlib.sha256(f.read_bytes()).hexdigest() for f in DATA.rglob("*") if f.is_file() and f.name != named_models.MANIFEST}
+    assert found == MANIFEST.get("sha256", {})
+    assert sum((DATA / name).stat().st_size for name in found) == MANIFEST.get("bytes", 0) <= install_demo.MOST_BYTES
+
+
+def test_pages_say_what_it_is():
+    assert make_demo_page.PAGE.read_text(encoding="utf-8") == make_demo_page.page(), "run scripts/make_demo_page.py"
+    for path in make_demo_page.SENTENCES:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert make_demo_page.right(path, IS_TRAINED, text) == text, path
+
+
+@pytest.mark.parametrize("draft", [None, *DEMO_DRAFTS])
+def test_it_answers_with_each_draft(draft):
+    """Greedy answers, which no draft changes; of a trained one the right answer."""
+    flags = ["--draft-model", draft] if draft else []
+    found = k3_json("generate", DEMO, "-p", "17 + 25 =", "-n", 8, "--temperature", 0, "--json", *flags)
+    assert found["model"] == DEMO and 0 < found["completion_tokens"] <= 8 and (found["speculative"] is None) == (draft is None)
+    if IS_TRAINED:
+        assert found["text"] == "42"
+    else:
+        assert found["token_ids"] == k3_json("generate", TINY_RANDOM, "-p", "17 + 25 =", "-n", 8, "--temperature", 0, "--json")["token_ids"]
+
+
+def test_info_says_what_it_is():
+    assert k3_json("info", "--json")["demo"]["weights"] == MANIFEST["weights"]
+
+
+# ---- a trained one, from its files to an answer ----
+
+@pytest.fixture
+def made(tmp_path):
+    """What a training leaves, of a model that is small and random."""
+    cfg = made_config(num_attention_heads=4)
+    out = tmp_path / "out"
+    write_checkpoint(MadeCheckpoint(cfg), out / "demo", single_file=True)
+    for family in TINY_RANDOM_DRAFTS.values():
+        write_draft(MadeDraft(made_draft_json(cfg, family), cfg), out / f"draft-{family}")
+    lines = [{"started": {"seed": 3, "size": "demo", "at": 0, "count": 7, "commit": "abc", "torch": "2", "gpu": "a GPU"}},
+             *({"step": n, "of": 9, "s": n, "length": 128, "short": 7 - n / 2, "long": 6.5, "left_out": 0.0} for n in range(1, 10)),
+             {"step": 9, "held_out": dict.fromkeys(TASKS, 0.5)}, {"held_out": dict.fromkeys(TASKS, 0.97), "s": 500.0}]
+    (out / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out
+
+
+@pytest.fixture
+def installed(made, tmp_path, monkeypatch):
+    """The same as package data of this process."""
+    data = tmp_path / "data"
+    install_demo.package(made, make_demo_page.read_log(made / "train.jsonl"), data)
+    monkeypatch.setattr(named_models, "DATA", data)
+    named_models.manifest.cache_clear()
+    yield data
+    named_models.manifest.cache_clear()
+
+
+def test_names_stand_for_the_packaged_files(installed, capsys):
+    assert {name: resolved(name) for name in PACKAGED} == {name: str(installed / named.folder) for name, named in PACKAGED.items()}
+    for draft in DEMO_DRAFTS:
+        with LLM(DEMO, draft, num_drafts=2, max_model_len=64, max_batch=1) as llm:
+            assert llm.cfg == made_config(num_attention_heads=4) and llm.generate("hi")[0].stats.speculative.k == 2
+    assert not command(["check", DEMO, "--draft-model", DEMO_DRAFTS[1], "--json"], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["path"], found["ok"], found["facts"]["shards"], found["facts"]["draft"]["family"]) == (DEMO, True, 1, "gqa")
+    for words, said in ((["plan", DEMO], "lm_head"), (["tokenize", DEMO, "-p", "hi"], "104 105")):
+        assert not command(words, standalone_mode=False)
+        assert said in capsys.readouterr().out, words
+    manifest = read_manifest(installed)
+    assert (manifest["commit"], manifest["steps"], manifest["seed"]) == ("abc", 9, 3) and len(manifest["sha256"]) == 9
+
+
+def test_a_package_without_its_files_is_no_random_model(installed):
+    (installed / "model" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="model"):
+        LLM(DEMO)
+    (installed / "manifest.json").write_text("{}")
+    named_models.manifest.cache_clear()
+    with pytest.raises(CheckpointError, match="install k3cuda again"):
+        LLM(DEMO)
+
+
+def test_what_is_refused_before_a_file_changes(made, monkeypatch):
+    log = make_demo_page.read_log(made / "train.jsonl")
+    install_demo.check(made, log, False)
+    with pytest.raises(SystemExit, match="found {'needle': 0.5}, wanted {'needle': 0.9}"):
+        install_demo.check(made, log | {"held_out": log["held_out"] | {"needle": 0.5}}, False)
+    install_demo.check(made, log | {"held_out": {}}, True)
+    monkeypatch.setattr(install_demo, "MOST_BYTES", 1000)
+    with pytest.raises(SystemExit, match="wanted at most 1,000"):
+        install_demo.check(made, log, False)
+    (made / "demo" / "state.pt").write_bytes(b"")
+    with pytest.raises(SystemExit, match="state.pt"):
+        install_demo.check(made, log, False)
+    (made / "train.jsonl").write_text((made / "train.jsonl").read_text().rpartition('{"held_out"')[0])
+    with pytest.raises(SystemExit, match="no end of a training"):
+        make_demo_page.read_log(made / "train.jsonl")
+
+
+def test_values_that_no_trained_model_holds_are_refused(made):
+    file = made / "demo" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
+    start = 8 + int.from_bytes(data[:8], "little") + next(v for k, v in header.items() if k.endswith("norm.weight"))["data_offsets"][0]
+    data[start:start + 4] = b"\xc0\x7f" * 2   # NaN, as F32 and as BF16
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="not finite"):
+        install_demo.check(made, make_demo_page.read_log(made / "train.jsonl"), False)
+
+
+def test_the_card_of_a_trained_one(made, installed, tmp_path):
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text((made / "train.jsonl").read_text())
+    one = {"items": 100, "score": 0.96, "low": 0.9, "high": 0.985, "acceptance_length": 3.25}
+    for name in (DEMO, *DEMO_DRAFTS):
+        (folder / f"{name}.json").write_text(json.dumps(one | {"tasks": dict.fromkeys(TASKS, one) | {"needle": one | {"score": 0.5}}}))
+    (folder / "reference.json").write_text(json.dumps({"cpus": 2, "cpu": "a CPU", "load_average": 0.1, "load_s": 0.25, "tok_per_s": [80.0] * 5,
+                                                       "tok_per_s_median": 80.4, "tokens": 200}))
+    page = make_demo_page.page(installed, folder)
+    assert "loaded in 0.25 s, then 80 tokens a second" in page
+    assert "commit abc, seed 3, 9 steps" in page and "| addition | 0.960 (0.900 to 0.985) | 100 | 0.970 | 0.95 | yes |" in page
+    assert "| needle | 0.500 (0.900 to 0.985) | 100 | 0.970 | 0.9 | no |" in page and "| all | 3.25 | 3.25 |" in page and "## Mistakes" not in page
+    assert "| 9 | 128 | 2.5 | 6.5 | 0.0 |" in page
+    (folder / "mistakes.md").write_text("160 problems, 0.0500 nats an answer\n\n"
+                                        "| mistake | rise | standard error | ratio | seen |\n| --- | --- | --- | --- | --- |\n"
+                                        "| no SiLU after conv | 3 | 0.1 | 30.0 | yes |\n| router: no renormalisation | 0 | 0 | 0.0 | no |\n")
+    assert "| router: no renormalisation | 0 | 0 | 0.0 | no | `test_routing` |" in make_demo_page.page(installed, folder)
+
+
+def test_sentences_change_and_change_back():
+    for path, (without, with_it) in make_demo_page.SENTENCES.items():
+        assert make_demo_page.right(path, True, f"a {without} b") == f"a {with_it} b"
+        assert make_demo_page.right(path, False, f"a {with_it} b") == f"a {without} b"
+    with pytest.raises(SystemExit, match="neither"):
+        make_demo_page.right("README.md", True, "nothing")
+
+
+def test_a_name_that_is_no_model():
+    assert b"no such folder" in k3("generate", "demo-mini", "-p", "x", code=3).stderr
+
+
+# ---- the paired test of tests/gpu/test_demo_quality.py ----
+
+def scored(scores) -> list[dict]:
+    return [{"id": str(i), "run": 0, "prompt_sha256": "", "score": float(s), "error": None} for i, s in enumerate(scores)]
+
+
+def test_a_loss_of_two_in_a_hundred_is_found_and_chance_is_not():
+    """With as many problems as are stored: 10 that all got worse are enough; as many better as worse never are, and no more than 5 % of fair coins."""
+    n = install_demo.ITEMS * len(TASKS)
+    right = scored([1] * n)
+    assert quality.verdict(right, right) is None
+    assert quality.verdict(scored([0] * 9 + [1] * (n - 9)), right) is None and 10 <= 0.02 * n
+    assert quality.verdict(scored([0] * 10 + [1] * (n - 10)), right).startswith(f"0 better, 10 worse of {n}, p = 0.002")
+    assert quality.verdict(scored([0] * 10 + [1] * 5), scored([0] * 10 + [1] * 5), 1) is None
+    assert quality.verdict(scored([1] * 15), scored([0] * 10 + [1] * 5)).startswith("10 better, 0 worse of 15")
+    assert quality.verdict(scored([0] * 20 + [1] * 20), scored([1] * 20 + [0] * 20)) is None
+    # Of 40 problems whose score changes by a fair coin, a split that is called another comes up in at most ALPHA of all families of configurations.
+    by_chance = sum(math.comb(40, k) / 2**40 for k in range(41) if quality.verdict(scored([1] * k + [0] * (40 - k)), scored([0] * k + [1] * (40 - k))))
+    assert 0 < 1 - (1 - by_chance) ** len(quality.CONFIGURATIONS) <= quality.ALPHA
+
+
+def test_what_did_not_run_is_no_equal():
+    right = scored([1, 1])
+    assert quality.verdict([right[0], right[1] | {"error": "no room"}], right) == "1 answers failed, the first: no room"
+    assert quality.verdict(right, right[:1]) == "1 of 2 answers are to problems of both"
+
+
+def test_answers_come_from_the_model():
+    """The first held-out problems by the very code that asks on a GPU; of a trained model, as its stored answers have it."""
+    ours = quality.answers(DEMO, 3, max_model_len=128)   # what is short: random answers end with the context
+    assert sorted(a["id"] for a in ours) == ["addition-0", "sorting-0", "subtraction-0"]
+    assert len({a["text"] for a in ours}) > 1 and (not IS_TRAINED or quality.verdict(ours, quality.stored()) is None)
+
+
+@pytest.mark.skipif(not IS_TRAINED, reason="no trained demo in this version")
+def test_stored_answers_are_of_all_tasks_alike():
+    names = [task_of(a["id"]) for a in quality.stored()]
+    assert {names.count(name) for name in TASKS} == {len(names) // len(TASKS)} and len(names) >= 100 * len(TASKS)

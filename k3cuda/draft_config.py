@@ -8,7 +8,8 @@ from .draft_keys import REQUIRED, Keys
 from .draft_rope import Rope, read_rope
 from .errors import ConfigError
 
-RELEASED_DRAFT = RELEASED_FOLDER.parent / "kimi_k3_dspark" / "config.json"   # of a public draft for it, without weights, known to bench
+# A public draft for the released model: what commands that need no weights call it, and its config.
+RELEASED_DRAFT_NAME, RELEASED_DRAFT = "kimi-k3-dspark", RELEASED_FOLDER.parent / "kimi_k3_dspark" / "config.json"
 MLA, GQA = "mla", "gqa"
 MLA_TYPE, GQA_TYPE, SPECULATORS_TYPE = "k3_dspark", "qwen3", "dspark"
 PREFIX, ATTN_RES = "prefix", "attn_res"  # the two tensors that public code calls the hidden state behind a layer (docs/dspark.md)

@@ -77,6 +77,11 @@ class PromptTooLong(K3Error):
 
     code = 6
 
+    @classmethod
+    def of(cls, found, context: int) -> "PromptTooLong":
+        """`found`: how many tokens it has, in words or as a number."""
+        return cls(f"the prompt has {found} tokens, the context holds {context} and the answer needs one of them", "shorten the prompt or raise max_model_len")
+
 
 class NumericalError(K3Error):
     """A row of logits that is not finite: nothing can be sampled from it."""

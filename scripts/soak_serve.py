@@ -52,6 +52,8 @@ async def soak(url: str, pid: int, total: int) -> list[int]:
 
 def main() -> int:
     total = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    if total < SAMPLES:
+        sys.exit(f"found {total} requests, wanted at least {SAMPLES}: so often memory is looked at")
     command = [sys.executable, "-m", "k3cuda", "serve", "tiny-random", "--port", "0", "--max-batch", "56", "--max-model-len", "256"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+ANSWERING = b"\x1b[2m"   # the dim of thoughts: an answer has begun, and nobody reads keys
 COMMAND = [sys.executable, "-m", "k3cuda"]
 # Nothing of the caller's settings, and no install needed.
 ENVIRONMENT = {n: v for n, v in os.environ.items() if not n.startswith("K3CUDA_") and n not in ("NO_COLOR", "PYTHONIOENCODING")}
@@ -40,34 +41,37 @@ def start(*args, **options) -> subprocess.Popen:
                             stderr=subprocess.PIPE, **{"preexec_fn": hears_interrupts} | options)
 
 
+def sleeps(pid: int) -> bool:
+    """Whether a process waits in a system call, which one that has said its prompt does for keys alone. True where no Linux tells."""
+    try:
+        return Path(f"/proc/{pid}/syscall").read_text().split()[0] not in ("running", "-1")
+    except OSError:
+        return True
+
+
 def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
     """Output and exit code on a terminal. `typed`: pairs of what to wait for in the output, and the bytes to type then.
 
-    An interrupt that comes between readline's prompt and its wait for a key is heard with the next one only (CPython looks for signals where the
-    wait is broken off): where nothing follows for long, it is typed once more, as a person would.
+    Behind anything but ANSWERING they are typed once the command waits for them: an interrupt between readline's prompt and its wait for a key would be
+    heard with the next key only (CPython looks for signals where the wait is broken off).
     """
     pid, fd = pty.fork()
     if pid == 0:
         hears_interrupts()
         os.execve(sys.executable, [*COMMAND, *map(str, args)], ENVIRONMENT | {"TERM": "xterm"} | (env or {}))
     out, seen, typed, deadline = b"", 0, list(typed), time.monotonic() + 120
-    last, since = b"", 0.0
     while time.monotonic() < deadline:
-        if typed and typed[0][0] in out[seen:]:
+        if typed and typed[0][0] in out[seen:] and (typed[0][0] == ANSWERING or sleeps(pid)):
             seen = len(out)
-            last, since = typed.pop(0)[1], time.monotonic()
-            os.write(fd, last)
-        elif last == b"\x03" and time.monotonic() - since > 20:
-            since = time.monotonic()
-            os.write(fd, last)
-        if select.select([fd], [], [], 0.1)[0]:
+            os.write(fd, typed.pop(0)[1])
+        if select.select([fd], [], [], 0.02)[0]:
             try:
                 data = os.read(fd, 65536)
             except OSError:   # the other side closed
                 break
             if not data:
                 break
-            out, since = out + data, time.monotonic()
+            out += data
     else:
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -24,10 +24,10 @@ class Kernels:
         stages: name -> kernels that are left out.
         folder: a new one.
         first_blocks: kernel -> how many of its blocks run, the first ones; they may be of a kernel that is a cluster, if they use none.
-        plan: other than that of a small target; then `ops` are all of its operations.
+        plan: other than that of a small target; then `ops` are all of its operations. before: a source in front of the emitted one.
     """
 
-    def __init__(self, rows: int, tp: int, ride: bool, stages: dict, folder, first_blocks: dict[str, int] | None = None, plan=None):
+    def __init__(self, rows: int, tp: int, ride: bool, stages: dict, folder, first_blocks: dict[str, int] | None = None, plan=None, before: str = ""):
         self.first_blocks = first_blocks or {}
         self.source = headdims()
         self.plan = plan or build_plan(self.source.cfg, tp)
@@ -40,7 +40,7 @@ class Kernels:
         others = [n for n in names if n not in wanted]
         text = [line for line in text if not any(f"k_{n}_launch[" in line or f" k_{n}(" in line or f"of {n} does" in line for n in others)]
         folder.mkdir()
-        self.library = host.build("inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }\n" + "\n".join(text),
+        self.library = host.build(before + "inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }\n" + "\n".join(text),
                                   [f"k_{n}" for n in names if n in wanted], folder, files)
 
     def launches(self, op):

@@ -26,13 +26,14 @@ class Running:
     """A server that runs: `url`, `backend`, `service`, an httpx client `http`, and `stop()`."""
 
     def __init__(self, monkeypatch, script=None, *, tokenizer=TOKENIZER, names=("tiny-random",), effort="none", max_queue=512, limits=Limits(), api_key=None,
-                 grace_s=5.0, generation_config=None, prefix_cache=0, seed=None, **backend):
+                 grace_s=5.0, generation_config=None, prefix_cache=0, seed=None, allowed_origins=(), **backend):
         self.backend = Scripted(TOKENIZER.vocab_size, **backend)
         self.backend.script = None if script is None else TOKENIZER.encode(script, allow_special=True)
         model = Model(self.backend, tokenizer, generation_config or {}, (END,), CheckpointError("no tokenizer here"), prefix_cache)
         monkeypatch.setattr(server_module, "open_model", lambda *_, **__: model)
         listener = server_module.bind("127.0.0.1", 0)
-        self.service = server_module.open_service("tiny-random", {}, names=names, effort=effort, max_queue=max_queue, limits=limits, api_key=api_key, seed=seed)
+        self.service = server_module.open_service("tiny-random", {}, names=names, effort=effort, max_queue=max_queue, limits=limits, api_key=api_key, seed=seed,
+                                                  allowed_origins=allowed_origins)
         listener.listen(server_module.BACKLOG)
         self.server = server_module.Server(self.service, grace_s)
         self.port = listener.getsockname()[1]

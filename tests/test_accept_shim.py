@@ -12,7 +12,7 @@ from k3cuda.reference.sample import draft_token, law
 from k3cuda.runtime.accept_records import JUDGE, AcceptArgs, judge_records, judged
 from k3cuda.runtime.backend import AS_DRAFTED, Judge
 from k3cuda.runtime.drafting import BLOCK, STANDARD, SYNTHETIC
-from k3cuda.runtime.sampling import Draw, SamplingParams
+from k3cuda.runtime.sampling import STREAM_ACCEPT, STREAM_SAMPLE, Draw, SamplingParams
 from k3cuda.runtime.step_records import PENALTY, ROW, Answers, SampleArgs, penalty_entries, row_record
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
@@ -40,14 +40,16 @@ class Host:
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """Size -> the machine that has the kernels."""
-    return {name: Host(vocab, host.build(f'#include "accept_core.cuh"\nK3_ACCEPT({vocab}, 1, {-(-vocab // 1024)})\n', ["k_laws", "k_draft_laws", "k_judge"], tmp_path_factory.mktemp(name)))
+    return {name: Host(vocab, host.build(f'{host.GIVEN_DICE * (name == "golden")}#include "accept_core.cuh"\nK3_ACCEPT({vocab}, 1, {-(-vocab // 1024)})\n',
+                                         ["k_laws", "k_draft_laws", "k_judge"], tmp_path_factory.mktemp(name)))
             for name, vocab in VOCAB.items()}
 
 
-def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, num_drafts=7, seed=3, different=None, unread=False):
+def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, num_drafts=7, seed=3, different=None, unread=False, kept=None):
     """list[Judged]. logits [rows, vocab]; draft_logits [rows, vocab] at the row that judges the draft, or None where drafts were not drawn.
 
     unread: the kernels take the drafts from where a draft model has left them.
+    kept: takes the arrays that the kernels leave for one another.
     different: rows after which logits and parameters repeat, so that the laws of these are the laws of all.
     """
     draws = [d for j in judges for d in j.draws]
@@ -75,9 +77,9 @@ def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, n
     work = {f"{which}_{name}": np.full((n, *shape), np.nan, np.float32) for which in ("target", "draft") for name, shape in (("weight", (vocab,)), ("log_mass", ()))}
     work |= {"best": np.full(n, MARK, np.int32),
             "raw_top": np.full(n, np.nan, np.float32), "log_sum": np.full(n, np.nan, np.float32), "accepted": np.full(len(judges), MARK, np.int32)}
-    kept = [np.ascontiguousarray(logits, np.float32), rows, np.concatenate(entries), np.zeros(1, np.int32)]
+    asked = [np.ascontiguousarray(logits, np.float32), rows, np.concatenate(entries), np.zeros(1, np.int32)]
     base = machine.put(memory)
-    sample = SampleArgs(*map(machine.put, kept), *(base + a.ctypes.data - memory.ctypes.data for a in answers.arrays.values()))
+    sample = SampleArgs(*map(machine.put, asked), *(base + a.ctypes.data - memory.ctypes.data for a in answers.arrays.values()))
     draft_logits = np.zeros((1, vocab), np.float32) if draft_logits is None else np.ascontiguousarray(draft_logits, np.float32)
     args = AcceptArgs(sample=sample, draft_logits=machine.put(draft_logits), draft_ids=machine.put(left), draft_row=machine.put(draft_row), judges=machine.put(records),
                       **{name: machine.put(a) for name, a in work.items()})
@@ -90,6 +92,8 @@ def run(machine, vocab, logits, judges, draft_logits, acceptance, length=None, n
     machine.launch("k_judge", len(judges), args, seed)
     for array in (memory, work["accepted"]):
         machine.get(array)
+    if kept is not None:
+        kept |= work
     return judged(judges, work["accepted"], answers, vocab)
 
 
@@ -159,16 +163,25 @@ def test_drafts_behind_one_without_a_token_are_as_if_they_had_not_been_verified(
     assert found == run(libraries["large"], vocab, logits[rows], short, q[rows], STANDARD) and any(j.num_accepted for j in found)
 
 
-def test_the_golden_s_greedy_verdicts(libraries):
-    """The other rows have random numbers of their own: tests/test_acceptance.py gives them to the reference."""
-    inputs, want = golden()
-    greedy = SamplingParams(temperature=0).resolved({})
-    for n in range(int(inputs["num_rounds"][0])):
-        ids = tuple(int(i) for i in want[f"round{n}.greedy.tokens"])
-        judge = Judge(0, ids, tuple(Draw(greedy, 1, i) for i in range(len(ids) + 1)))
-        found, = run(libraries["golden"], VOCAB["golden"], inputs[f"round{n}.target_logits"], [judge], None, STANDARD)
-        count, *tokens = want[f"round{n}.verify.greedy"]
-        assert [found.num_accepted, *(d.token_id for d in found.drawn)] == [count, *(t for t in tokens if t >= 0)]
+@pytest.mark.parametrize("row", ["greedy", "standard.probs", "standard.onehot", "block.probs", "block.onehot"])
+@pytest.mark.parametrize("r", [0, 1])
+def test_the_golden_s_verdicts(libraries, r, row):
+    machine, (inputs, want), (rule, _, kind) = libraries["golden"], golden(), row.partition(".")
+    given, want = ({n.removeprefix(f"round{r}."): x for n, x in table.items()} for table in (inputs, want))
+    host.throw(machine.library, STREAM_ACCEPT, given["u_accept"])
+    host.throw(machine.library, STREAM_SAMPLE, given["u_next"])
+    options = dict(temperature=0) if rule == "greedy" else {name: inputs[name][0].item() for name in ("temperature", "top_k", "top_p")} | {"min_p": 0}
+    params, ids = SamplingParams(**options).resolved({}), tuple(want["greedy.tokens" if rule == "greedy" else "sampled.tokens"].tolist())
+    q = np.pad(want["sampled.logits"], ((0, 1), (0, 0))) if kind == "probs" else None
+    kept = {}
+    found, = run(machine, VOCAB["golden"], given["target_logits"], [Judge(0, ids, tuple(Draw(params, 1, i) for i in range(len(ids) + 1)))], q,
+                 BLOCK if rule == "block" else STANDARD, kept=kept)
+    count, *tokens = want[f"verify.{row}"]
+    assert [found.num_accepted, *(d.token_id for d in found.drawn)] == [count, *(t for t in tokens if t >= 0)]
+    for which, law in (("target", "target_probs"), ("draft", "sampled.probs"))[:0 if rule == "greedy" else 1 + (kind == "probs")]:
+        rows = want[law]
+        got = kept[f"{which}_weight"][:len(rows)] / np.exp(kept[f"{which}_log_mass"][:len(rows), None])
+        np.testing.assert_allclose(got, rows, rtol=1e-5, atol=1e-9)
 
 
 def test_synthetic_length_six_with_seven_drafts_is_six_tokens_in_every_step(libraries):

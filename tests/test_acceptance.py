@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from drafts import golden
 
+from k3cuda.reference import accept
 from k3cuda.reference.accept import accept_block, accept_greedy, accept_standard, accept_synthetic, block_chances, judge, log_law, log_softmax_at, residual
 from k3cuda.reference.sample import draft_token, pick, sample_row, uniform
 from k3cuda.runtime.drafting import BLOCK, STANDARD, SYNTHETIC
@@ -38,6 +39,20 @@ def test_golden_verdicts(r, row, dtype):
         law = np.exp(log_p[7]) if count == 7 else residual(log_p[count], log_q and log_q[count], ids[count], log_w)
         last = pick(law, dtype(given["u_next"][0]))
     assert [count, *ids[:count], last] == [x for x in want[f"verify.{row}"] if x >= 0]
+
+
+@pytest.mark.parametrize("r", [0, 1])
+@pytest.mark.parametrize("row", ["greedy", "standard.probs", "standard.onehot", "block.probs", "block.onehot"])
+def test_golden_verdicts_of_a_whole_step(monkeypatch, r, row):
+    """As the engine asks for them, but with the golden's dice."""
+    rule, _, kind = row.partition(".")
+    dice = {STREAM_ACCEPT: INPUTS[f"round{r}.u_accept"], STREAM_SAMPLE: INPUTS[f"round{r}.u_next"]}
+    monkeypatch.setattr(accept, "uniform", lambda seed, position, stream, index=0: np.float32(dice[stream][index]))
+    options = {"temperature": 0} if rule == "greedy" else {name: INPUTS[name][0].item() for name in ("temperature", "top_k", "top_p")} | {"min_p": 0}
+    params, ids = SamplingParams(**options).resolved({}), tuple(WANT[f"round{r}.{'greedy' if rule == 'greedy' else 'sampled'}.tokens"].tolist())
+    q = WANT[f"round{r}.sampled.logits"].astype(np.float32) if kind == "probs" else None
+    count, drawn = judge(INPUTS[f"round{r}.target_logits"], tuple(Draw(params, 1, i) for i in range(len(ids) + 1)), ids, q, BLOCK if rule == "block" else STANDARD)
+    assert [count, *(d.token_id for d in drawn)] == [x for x in WANT[f"round{r}.verify.{row}"] if x >= 0]
 
 
 @pytest.mark.parametrize("r", [0, 1])

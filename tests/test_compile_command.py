@@ -2,6 +2,8 @@
 import json
 import re
 import sys
+from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +17,15 @@ from models import headdims  # noqa: E402
 from test_jit import spilling  # noqa: E402
 
 from k3cuda.cli import main  # noqa: E402
+from k3cuda.cli.model_argument import config_of, draft_config_of  # noqa: E402
+from k3cuda.draft_plan import build_draft_plan  # noqa: E402
 from k3cuda.emit import NO_PROBES  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
-from k3cuda.runtime import cuda_graphs, cuda_jit, cuda_kernels  # noqa: E402
+from k3cuda.runtime import cuda_draft, cuda_graphs, cuda_jit, cuda_kernels  # noqa: E402
 from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
+from k3cuda.runtime.cuda_draft import CudaDraft  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
+from k3cuda.runtime.drafting import Drafting  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402
 
 compile_module = sys.modules["k3cuda.cli.compile"]   # the package has the command by that name
@@ -34,15 +40,15 @@ def filled(tmp_path_factory):
     args = ["compile", MODEL, "--tp", 1, "--rows", "1,2", "--arch", "sm_90a", "--output", folder, "--json"]
     done = k3(*args)
     assert len(done.stderr.splitlines()) == 3 and b"3 of 3: sm_90a, " in done.stderr
-    assert b"sm_90a, 132 multiprocessors, 2 rows, bf16" in done.stderr and b"sm_90a, inputs and sampler" in done.stderr
+    assert b"sm_90a, step, 132 multiprocessors, 2 rows, bf16" in done.stderr and b"sm_90a, inputs and sampler" in done.stderr
     return folder, json.loads(done.stdout)
 
 
 def test_the_document(filled):
     folder, found = filled
     assert found["folder"] == str(folder) and found["files"] == 3 and found["nvrtc"] == cuda_jit.nvrtc_version()
-    assert [(c["arch"], c["sms"], c["rows"], c["kv_cache_dtype"], c["was_there"]) for c in found["cubins"]] == [
-        ("sm_90a", 132, 1, "bf16", False), ("sm_90a", 132, 2, "bf16", False), ("sm_90a", None, None, None, False)]
+    assert [(c["arch"], c["sms"], c["rows"], c["kv_cache_dtype"], c["part"], c["was_there"]) for c in found["cubins"]] == [
+        ("sm_90a", 132, 1, "bf16", "step", False), ("sm_90a", 132, 2, "bf16", "step", False), ("sm_90a", None, None, None, "inputs and sampler", False)]
     assert found["bytes"] == sum((folder / c["folder"] / "kernel.cubin").stat().st_size for c in found["cubins"])
     shown, = re.findall(r"```json compile\n(.*?)```", (ROOT / "docs/cli.md").read_text(encoding="utf-8"), re.S)
     shown = json.loads(shown)
@@ -76,6 +82,48 @@ def test_another_number_of_multiprocessors_is_another_cubin(filled, monkeypatch)
     folder, found = filled
     done = json.loads(k3("compile", MODEL, "--tp", 1, "--rows", "1", "--arch", "sm_90a", "--sms", "114", "--output", folder, "--json").stdout)
     assert done["cubins"][0]["folder"] not in {c["folder"] for c in found["cubins"]} and done["cubins"][0]["sms"] == 114
+
+
+@pytest.mark.parametrize("model, draft, k, width", [("demo", "demo-draft", 2, "drafts"), ("kimi-k3", "kimi-k3-dspark", None, "block")])
+def test_with_a_draft_backends_find_every_cubin(tmp_path, monkeypatch, model, draft, k, width):
+    """Nothing is compiled, only looked for: a target that leaves taps, its draft at every number of sequences, and what judges the drafts."""
+    monkeypatch.setattr(cuda_jit, "_run", lambda *args: (b"cubin", "", True))
+    words = ["compile", model, "--tp", "1", "--rows", "1,16,64,256", "--arch", "sm_90a", "--output", str(tmp_path / "cubin"), "--json", "--draft-model", draft, "--draft-rows", width]
+    done = CliRunner().invoke(main, words + (["-k", str(k)] if k else []))
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["draft_model"] == draft and Counter(c["part"] for c in found["cubins"]) >= Counter(
+        {"step": 4, "step with taps": 4, "draft": 3, "inputs and sampler": 1, "acceptance": 1})
+    monkeypatch.setenv("K3CUDA_CUBIN_DIR", str(tmp_path / "cubin"))
+    monkeypatch.setattr(cuda_jit, "_run", lambda *args: pytest.fail("it compiles"))
+    for module in (cuda_graphs, cuda_draft):
+        monkeypatch.setattr(module, "BucketKernels", lambda plan, rows, compiled, ride: SimpleNamespace(compiled=compiled))
+    cfg = config_of(model)
+    drafting = Drafting(SimpleNamespace(cfg=draft_config_of(draft, cfg)), k, width)
+    be, own = object.__new__(CudaBackend), object.__new__(CudaDraft)
+    be.plan, be.kv_cache_dtype, be.device, be.ride, be.probes, be._kernels, be._loading = build_plan(cfg, 1, drafting.taps), "bf16", H200, True, NO_PROBES, {}, Loading()
+    own.plan, own.device, own._carry, own._building, own._kernels, own._loading = (
+        build_draft_plan(drafting.source.cfg, 1, drafting.num_drafts, drafting.block_rows), H200, None, nullcontext, {}, Loading())
+    buckets, verified = {1, 16, 64, 256}, 0
+    for seqs in range(1, drafting.max_batch + 1):
+        if (bucket := cuda_kernels.bucket_of(seqs * (drafting.num_drafts + 1))) in buckets:
+            verified += 1
+            own.kernels(bucket), own.kernels(cuda_kernels.bucket_of(seqs * drafting.block_rows))
+    for bucket in buckets:
+        be.kernels(bucket), own.kernels(min(bucket, 64))   # of a prompt, too
+    cuda_kernels.compile_accept(cfg.vocab_size, H200.arch)
+    assert verified > 1 and all(kernels.compiled.from_cache for holder in (be, own) for kernels in holder._kernels.values())
+
+
+@pytest.mark.parametrize("args, code, words", [
+    (["-k", "3"], 2, "num_drafts: found 3, but there is no draft model"),
+    (["--draft-model", "kimi-k3-dspark", "-k", "9"], 2, "num_drafts: found 9, wanted 1 to 7"),
+    (["--draft-model", "demo-draft"], 3, "--draft-model demo-draft: vocab_size: the draft has"),
+    (["--draft-model", "kimi-k3"], 3, "kimi-k3"),
+])
+def test_refusals_of_a_draft(tmp_path, args, code, words):
+    done = CliRunner().invoke(main, ["compile", "--output", str(tmp_path / "out"), *args])
+    assert done.exit_code == code and words in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_spills_are_refused_or_named(tmp_path, monkeypatch):

@@ -7,6 +7,8 @@ from draft_oracle import Oracle
 from drafts import Alone, ask, golden, made, open_golden, random_taps
 from models import backend, golden as target_golden, headdims, open_slot, relative, step_rows
 
+from k3cuda.reference import sample
+from k3cuda.reference.accept import log_softmax_at
 from k3cuda.reference.sample import draft_token
 from k3cuda.runtime.drafting import Drafting
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json
@@ -16,7 +18,7 @@ INPUTS, WANT = golden()
 LENGTHS = (21, 4)
 
 
-def run(alone, r, pieces=None):
+def run(alone, r, pieces=None, temperature=0.0):
     """Round `r` of the golden: context rows in `pieces`, then a block; what every stage left, by buffer name."""
     start = sum(LENGTHS[:r])
     seen = {}
@@ -30,7 +32,7 @@ def run(alone, r, pieces=None):
     for n in pieces or (len(taps),):
         alone.commit(0, start + done, taps[done:done + n], observe=observe)
         done += n
-    drafted, = alone.draft.propose([ask(anchor=int(INPUTS[f"round{r}.anchor"][0]), position=start + len(taps))], observe)
+    drafted, = alone.draft.propose([ask(anchor=int(INPUTS[f"round{r}.anchor"][0]), position=start + len(taps), temperature=temperature)], observe)
     return seen, drafted
 
 
@@ -51,6 +53,19 @@ def test_golden(tp):
         logit = np.log(drafted.confidence) - np.log1p(-np.array(drafted.confidence))
         assert relative(logit, want["greedy.confidence_logits"]) < LIMIT
         done += n
+
+
+def test_golden_draws(monkeypatch):
+    """The same blocks with drafts that are drawn, by the golden's dice: other tokens bring other biases."""
+    alone, temperature = open_golden(), float(INPUTS["temperature"][0])
+    for r, n in enumerate(LENGTHS):
+        dice = INPUTS[f"round{r}.u_draft"]
+        monkeypatch.setattr(sample, "uniform", lambda seed, position, stream, index, dice=dice: np.float32(dice[index]))
+        drafted = run(alone, r, temperature=temperature)[1]
+        want = {name.removeprefix(f"round{r}."): x for name, x in WANT.items() if name.startswith(f"round{r}.")}
+        assert drafted.token_ids == tuple(want["sampled.tokens"]) != tuple(want["greedy.tokens"])
+        assert relative(alone.draft.logits(0), want["sampled.logits"]) < LIMIT
+        assert relative(np.exp([log_softmax_at(z, temperature) for z in alone.draft.logits(0)]), want["sampled.probs"]) < LIMIT
 
 
 # Every kind of draft against a second implementation of the equations

@@ -98,6 +98,9 @@ def test_duplicate_tensor(folder):
     edit_header(folder / shard(3), lambda h: rename(h, NORM, key(1, "input_layernorm.weight")))
     found = [f.found for f in check(folder).findings]
     assert f"1 tensor: {key(1, 'input_layernorm.weight')} that {shard(2)} has too" in found
+    edit_header(folder / shard(4), lambda h: rename(h, key(3, "input_layernorm.weight"), key(1, "input_layernorm.weight")))
+    where = [f.file for f in check(folder).findings if f.found in found and "has too" in f.found]
+    assert where == [str(folder / shard(3)), str(folder / shard(4))]
     content = (folder / shard(1)).read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     text = content[8:end].rstrip()[:-1] + b', "a": {"dtype":"U8","shape":[0],"data_offsets":[0,0]}' * 2 + b"}"

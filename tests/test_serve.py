@@ -210,3 +210,20 @@ def test_the_page_has_routes_fields_and_an_example_that_runs(serving, capsys):
     running = serving(SAID.removeprefix(THOUGHT), names=("demo",))
     exec(example.replace("http://127.0.0.1:8000", running.url), {})
     assert capsys.readouterr().out == "Yes. No. é 0\n"
+
+
+def test_scripts_of_allowed_pages_may_ask(serving):
+    page, key = {"Origin": "https://page.example"}, {"Authorization": "Bearer secret"}
+    before = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-stainless-os"}
+    body, name = {"prompt": "a", "max_tokens": 2}, "access-control-allow-origin"
+    running = serving(api_key="secret", allowed_origins=("https://page.example",))
+    asked = running.http.options("/v1/completions", headers=page | before)
+    assert asked.status_code == 200 and asked.headers[name] == page["Origin"] and "x-stainless-os" in asked.headers["access-control-allow-headers"]
+    for more, headers, status in ((body, page | key, 200), (body | {"stream": True}, page | key, 200), (body, page, 401)):
+        answer = running.http.post("/v1/completions", json=more, headers=headers)
+        assert answer.status_code == status and answer.headers[name] == page["Origin"]
+    assert name not in running.http.post("/v1/completions", json=body, headers=key | {"Origin": "https://other.example"}).headers
+    everybody, nobody = serving(allowed_origins=("*",)), serving()
+    assert everybody.http.post("/v1/completions", json=body, headers=page).headers[name] == "*"
+    assert name not in nobody.http.post("/v1/completions", json=body, headers=page).headers
+    assert nobody.http.options("/v1/completions", headers=page | before).status_code == 405

@@ -109,6 +109,24 @@ def test_an_empty_key_is_no_open_server(args, variables):
     assert b"found an empty key" in k3("serve", "/no/such", *args, code=2, env=variables).stderr
 
 
+@pytest.mark.parametrize("given, found", [
+    ("*", ("*",)), ("https://a.example,http://b:80", ("https://a.example", "http://b:80")), ('["*"]', ("*",)), ("[]", ()),
+    ("https://a.example/page", None), ("a.example", None), ("", None), ("[1]", None), ("[", None)])
+def test_origins_are_read_as_lists(given, found):
+    import click
+
+    from k3cuda.cli import main
+
+    def read():
+        return main.commands["serve"].make_context("serve", ["demo", "--allowed-origins", given], parent=click.Context(main)).params["allowed_origins"]
+
+    if found is None:
+        with pytest.raises(click.BadParameter, match="found|no JSON"):
+            read()
+    else:
+        assert read() == found
+
+
 @pytest.mark.parametrize("name", ["uvicorn", "starlette"])
 def test_a_package_that_is_missing_is_named(monkeypatch, name):
     from click.testing import CliRunner

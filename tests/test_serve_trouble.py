@@ -9,6 +9,7 @@ from scripted import TOKENIZER, USER
 from serving import raw, serving  # noqa: F401, the fixture
 
 from k3cuda.errors import DeviceError
+from k3cuda.runtime import tokenizer
 from k3cuda.serve.http import Limits
 from k3cuda.serve.server import _protocol
 
@@ -81,8 +82,19 @@ def test_too_many_are_told_to_come_again(serving):
 
 def test_a_batch_that_can_never_run_is_refused_before_it_is_encoded(serving, monkeypatch):
     running = serving(num_slots=1, max_queue=2)
-    monkeypatch.setattr(type(TOKENIZER), "encode", lambda *_, **__: pytest.fail("encoded"))
+    monkeypatch.setattr(type(TOKENIZER), "encoded", lambda *_, **__: pytest.fail("encoded"))
     assert running.post("/v1/completions", prompt=["a"] * 4).status_code == 400
+
+
+def test_a_prompt_that_is_far_too_long_is_not_encoded_whole(serving, monkeypatch):
+    running, pieces, split = serving(max_model_len=512), [], tokenizer.split_long_runs
+    monkeypatch.setattr(tokenizer, "split_long_runs", lambda text: (pieces.append(len(piece)) or piece for piece in split(text)))
+    text = "a b " * 500_000   # five pieces
+    for path, body in (("/v1/completions", {"prompt": text}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})):
+        pieces.clear()
+        refused = running.post(path, **body)
+        assert refused.status_code == 400 and "more than 512 tokens" in refused.json()["error"]["message"]
+        assert sum(size > 100_000 for size in pieces) == 2, pieces
 
 
 CHAT = {"messages": USER}

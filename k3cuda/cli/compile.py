@@ -1,17 +1,21 @@
 """`k3cuda compile`: kernels for GPUs that need not be here."""
 import os
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Callable, NamedTuple
 
 import click
 
 from ..buffers import KV_BYTES
-from ..errors import DeviceError, UsageError
+from ..errors import ConfigError, DeviceError, UsageError
 from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
-from ..runtime.cuda_kernels import GPU_SMS, ROW_BUCKETS, bucket_of, compile_bucket, compile_step_io, side_by_side
+from ..runtime.cuda_kernels import (GPU_SMS, ROW_BUCKETS, bucket_of, compile_accept, compile_bucket, compile_step_io, draft_buckets, no_sampler,
+                                    side_by_side)
 from . import options
 from .bench import Counts
-from .model_argument import config_of
+from .model_argument import config_of, draft_config_of
 from .output import Result, say
 
 MOST_SMS = 1024
@@ -39,45 +43,87 @@ class Names(click.ParamType):
                  help="Multiprocessors of the GPUs.  [default: of those that are known: "
                       + "; ".join(f"{arch} {', '.join(map(str, sms))}" for arch, sms in GPU_SMS.items()) + "]"),
     options.flag("--allow-spills", is_flag=True, help="Keep kernels that spill registers, and name them; else they are an error."),
-    options.flag("--json", is_flag=True, help="One JSON document."))
-def compile(model, output, arch, tp, rows, kv_cache_dtype, sms, allow_spills, json):   # noqa: A001 - the command's name
+    options.flag("--json", is_flag=True, help="One JSON document."), *options.DRAFT, options.DRAFT_ROWS)
+def compile(model, output, arch, tp, rows, kv_cache_dtype, sms, allow_spills, json, draft_model, num_speculative_tokens, draft_rows):   # noqa: A001 - the command's name
     """Compile every kernel of a decode step into a folder, without a GPU. A spilled register is an error unless it is allowed.
 
-    MODEL gives only the sizes. Kernels are found again by the same version of k3cuda and of NVRTC alone.
+    MODEL gives only the sizes, and so does a draft model, with which steps with and without it are compiled. Kernels are found again by the same
+    version of k3cuda and of NVRTC alone.
     """
     from ..plan import build_plan
 
     _check_names("--arch", arch, ARCHS, REFUSED)
     _check_names("--kv-cache-dtype", kv_cache_dtype, list(KV_BYTES))
-    plan = build_plan(config_of(model), tp)
+    cfg = config_of(model)
+    plans = {"step": build_plan(cfg, tp)} | _draft_plans(cfg, tp, draft_model, num_speculative_tokens, draft_rows)
     _make_folder(output)
     nvrtc = nvrtc_version()
-    units = [{"arch": a, "sms": n, "rows": bucket, "kv_cache_dtype": kv}
-             for a in arch for n in sms or GPU_SMS[a] for kv in kv_cache_dtype for bucket in sorted({bucket_of(r) for r in rows})]
-    # Inputs and sampler, which are the same for all of an architecture.
-    units += [{"arch": a, "sms": None, "rows": None, "kv_cache_dtype": None} for a in arch]
+    cubins = _cubins(plans, arch, sms, sorted({bucket_of(r) for r in rows}), kv_cache_dtype)
     start, done = time.perf_counter(), []
 
-    def one(unit):
-        if unit["rows"] is None:
-            what, compiled = "inputs and sampler", compile_step_io(plan.cfg.vocab_size, unit["arch"], strict=not allow_spills, into=output)
-        else:
-            what = f"{unit['sms']} multiprocessors, {unit['rows']} rows, {unit['kv_cache_dtype']}"
-            compiled = compile_bucket(plan, unit["rows"], unit["kv_cache_dtype"], unit["arch"], sms=unit["sms"], strict=not allow_spills, into=output)
+    def one(cubin):
+        compiled = cubin.compile(strict=not allow_spills, into=output)
         spills = {kernel: used.spills for kernel, used in compiled.resources().items() if used.spills}
-        done.append(unit | {"bytes": len(compiled.cubin), "folder": compiled.folder.name, "was_there": compiled.from_cache, "spills": spills})
-        say(f"{len(done)} of {len(units)}: {unit['arch']}, {what}" + (" was there" if compiled.from_cache else "")
+        done.append(cubin.keys | {"bytes": len(compiled.cubin), "folder": compiled.folder.name, "was_there": compiled.from_cache, "spills": spills})
+        say(f"{len(done)} of {len(cubins)}: {cubin}" + (" was there" if compiled.from_cache else "")
             + "".join(f", {kernel} spills {count} bytes" for kernel, count in spills.items()))
 
-    side_by_side([lambda unit=unit: one(unit) for unit in units])
-    summary = {"folder": str(output), "model": model, "tp": tp, "nvrtc": nvrtc, "files": len(done), "bytes": sum(d["bytes"] for d in done),
-               "compile_s": round(time.perf_counter() - start, 2), "cubins": sorted(done, key=lambda d: [str(v) for v in d.values()])}
+    side_by_side([partial(one, cubin) for cubin in cubins])
+    summary = {"folder": str(output), "model": model, "draft_model": draft_model, "tp": tp, "nvrtc": nvrtc, "files": len(done),
+               "bytes": sum(d["bytes"] for d in done), "compile_s": round(time.perf_counter() - start, 2),
+               "cubins": sorted(done, key=lambda d: [str(v) for v in d.values()])}
     result = Result()
     if json:
         result.document(summary, indent=2)
     else:
         result.write(f"{summary['files']} cubins, {summary['bytes'] / 1e6:.1f} MB, {summary['compile_s']} s, NVRTC {nvrtc}: K3CUDA_CUBIN_DIR={output}\n")
     result.close()
+
+
+class _Cubin(NamedTuple):
+    """What is compiled at once: what --json says of it, and how, given the options of compile_cuda."""
+
+    keys: dict
+    compile: Callable
+
+    def __str__(self):
+        arch, sms, rows, kv, part = self.keys.values()
+        return f"{arch}, {part}" + ("" if rows is None else f", {sms} multiprocessors, {rows} rows, {kv}")
+
+
+def _draft_plans(cfg, tp: int, draft_model: str | None, num_drafts: int | None, draft_rows: str | None) -> dict:
+    """Part -> plan of what a draft model adds: a step of the model that leaves it taps, and its own."""
+    from ..draft_plan import build_draft_plan
+    from ..emit import no_kernels
+    from ..plan import build_plan
+    from ..runtime.drafting import Drafting, check_options
+
+    given = check_options({"num_drafts": num_drafts, "draft_rows": draft_rows}, draft_model is not None)
+    if draft_model is None:
+        return {}
+    draft = draft_config_of(draft_model, cfg)
+    if why := no_kernels(draft):
+        raise ConfigError(f"--draft-model {draft_model}: {why}", "it runs with --decode-backend reference alone")
+    drafting = Drafting(SimpleNamespace(cfg=draft), **given)
+    return {"step with taps": build_plan(cfg, tp, drafting.taps), "draft": build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
+
+
+def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes) -> list[_Cubin]:
+    """Every plan's for every kind of GPU, and an architecture's that know only the vocabulary."""
+    def keys(part, arch, sms=None, rows=None, kv=None):
+        return {"arch": arch, "sms": sms, "rows": rows, "kv_cache_dtype": kv, "part": part}
+
+    cubins, vocab_size = [], plans["step"].cfg.vocab_size
+    for arch in archs:
+        for part, plan in plans.items():
+            is_draft = part == "draft"   # whose own cache is BF16
+            cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_bucket, plan, rows, kv, arch, sms=n))
+                       for n in sms or GPU_SMS[arch] for kv in (["bf16"] if is_draft else kv_cache_dtypes)
+                       for rows in (draft_buckets(plan, buckets) if is_draft else buckets)]
+        cubins.append(_Cubin(keys("inputs and sampler", arch), partial(compile_step_io, vocab_size, arch)))
+        if "draft" in plans and not no_sampler(vocab_size):
+            cubins.append(_Cubin(keys("acceptance", arch), partial(compile_accept, vocab_size, arch)))
+    return cubins
 
 
 def _check_names(flag: str, found, known, refused=()) -> None:

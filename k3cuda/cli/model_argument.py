@@ -82,7 +82,25 @@ def config_of(model: str, layers: int | None = None):
     return replace(cfg, num_hidden_layers=layers, linear_attn_config=lin)
 
 
-def _config_file(model: str):
+def draft_config_of(draft: str, target):
+    """The DraftConfig that --draft-model names, for commands that need no weights; `target` is the K3Config of its model.
+
+    Raises ConfigError: as DraftConfig.from_json, or a draft of another target.
+    """
+    from dataclasses import replace
+
+    from ..draft_config import RELEASED_DRAFT, RELEASED_DRAFT_NAME, DraftConfig, misfits
+    from ..errors import ConfigError
+    from ..runtime.demo import DEMO_DRAFT, open_demo_draft
+
+    file = RELEASED_DRAFT if draft == RELEASED_DRAFT_NAME else None if draft == DEMO_DRAFT else _config_file(draft, "a DSpark draft")
+    cfg = DraftConfig.from_json(file) if file else open_demo_draft().cfg
+    if bad := misfits(replace(cfg, own_embedding=True, own_head=True), target):   # weights alone say whether it has them; its kernels are the same
+        raise ConfigError(f"--draft-model {draft}: " + "; ".join(bad), "use a draft of this target")
+    return cfg
+
+
+def _config_file(model: str, what: str = "a Kimi K3 release"):
     """The config.json of MODEL, which may also be a file of weights beside it. ConfigError where reading it could not end."""
     from pathlib import Path
 
@@ -93,5 +111,5 @@ def _config_file(model: str):
     path = Path(model)
     path = path.parent / "config.json" if path.suffix == ".safetensors" else path / "config.json" if path.is_dir() else path
     if kind := no_text(path):
-        raise ConfigError(f"{path}: found {kind[0]}, wanted the config of a Kimi K3 release", kind[1])
+        raise ConfigError(f"{path}: found {kind[0]}, wanted the config of {what}", kind[1])
     return path

@@ -75,11 +75,12 @@ DRAFT = (
          help="Tokens proposed a step; one more position is verified.  [default: the draft's block]"),
     flag("--speculative-config", hidden=True, expose_value=False, callback=_speculative_config),
 )
+DRAFT_ROWS = flag("--draft-rows", metavar="WIDTH", help="Rows the draft computes: block or drafts.  [default: block]")
 _DRAFTING = (
     flag("--acceptance", metavar="RULE", help="standard, block or synthetic.  [default: standard]"),
     flag("--acceptance-length", type=float, metavar="L", help="Synthetic acceptance of L tokens a step, for timing: the text means nothing."),
     flag("--draft-sampling", metavar="HOW", help="probabilistic or greedy.  [default: probabilistic]"),
-    flag("--draft-rows", metavar="WIDTH", help="Rows the draft computes: block or drafts.  [default: block]"),
+    DRAFT_ROWS,
     flag("--confidence-threshold", type=float, metavar="P", help="Verify drafts before the first that is less sure.  [default: all]"),
 )
 LOAD_MODE = flag("--load-mode", default="auto", metavar="NAME", aliases=["--load-format"],

@@ -70,6 +70,8 @@ OF_A_SERVER = {
     "--disable-uvicorn-access-log": ("the line of each request is at level info", _FLAG),
     "--disable-log-requests": ("prompt text is never logged", _FLAG | {"aliases": ["--no-enable-log-requests"]}),
     "--disable-log-stats": ("counts are at /metrics only", _FLAG),
+    "--allowed-methods": ("scripts of --allowed-origins may do what the routes take", {}),
+    "--allowed-headers": ("scripts of --allowed-origins may send any header", {}),
     "--skip-server-warmup": ("nothing is warmed up", _FLAG),
 }
 # Of `vllm bench serve`.

@@ -1,5 +1,7 @@
 """`k3cuda serve`: an OpenAI-compatible server. docs/serve.md says how it runs and what it takes."""
+import json
 import os
+import re
 
 import click
 
@@ -10,6 +12,24 @@ from .output import say
 from .pasted import OF_A_SERVER, flags_of
 
 MAX_BATCH, PREFIX_CACHE, MOST = 8, 8, 64   # defaults, and what the two may be together
+
+
+class Origins(click.ParamType):
+    """Origins of web pages with commas between them, or as vLLM takes them, a JSON list."""
+
+    name = "list"
+
+    def convert(self, value, param, ctx):
+        if not isinstance(value, str):
+            return value
+        try:
+            found = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        except ValueError as e:
+            self.fail(f"no JSON ({e})", param, ctx)
+        for origin in found:
+            if not (isinstance(origin, str) and re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin)):
+                self.fail(f"found {origin!r:.60}, wanted * or origins such as https://page.example:8443", param, ctx)
+        return tuple(found)
 
 
 @click.command(cls=options.Command)
@@ -29,12 +49,14 @@ MAX_BATCH, PREFIX_CACHE, MOST = 8, 8, 64   # defaults, and what the two may be t
     options.flag("--max-queue", type=click.IntRange(min=0), default=512, metavar="N", aliases=["--max-queued-requests"],
                  help="Requests that may wait; more get status 429.  [default: 512]"),
     options.flag("--max-body", type=click.IntRange(min=1), default=32 << 20, metavar="BYTES", help="Longest body.  [default: 33554432, 32 MiB]"),
+    options.flag("--allowed-origins", type=Origins(), default=(), metavar="LIST",
+                 help="Origins of web pages whose scripts may ask (CORS), with commas; * for all.  [default: none]"),
     options.flag("--shutdown-grace", type=click.FloatRange(min=0), default=30, metavar="SECONDS",
                  help="For requests to end after SIGTERM or Ctrl-C.  [default: 30]"))
 @options.server_engine(MAX_BATCH)
 @options.flags(*flags_of(OF_A_SERVER))
 def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefix_cache, no_enable_prefix_caching, seed, max_queue, max_body,
-          shutdown_grace, no_progress, **engine):
+          allowed_origins, shutdown_grace, no_progress, **engine):
     """Serve a model to OpenAI clients until a signal comes."""
     try:
         from ..serve import server
@@ -55,7 +77,8 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefi
     with server.bind(host, port) as listener:
         with loading(model, not no_progress):
             service = server.open_service(model, engine, names=served_model_name or (model,), effort=effort,
-                                          max_queue=max_queue, limits=Limits(max_body=max_body), api_key=api_key, seed=seed)
+                                          max_queue=max_queue, limits=Limits(max_body=max_body), api_key=api_key, seed=seed,
+                                          allowed_origins=allowed_origins)
         address, port = listener.getsockname()[:2]
         address = f"[{address}]" if ":" in address else address
         listener.listen(server.BACKLOG)   # only now: who connects earlier would take a model that loads for one that hangs

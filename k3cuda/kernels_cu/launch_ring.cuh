@@ -77,25 +77,18 @@ inline void warps_sync(int id, int threads) {
   shim::cur->b->progress = true;
 }
 #else
-K3_DEVICE bool barrier_try(u64* bar, u32 parity) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
-  return done;
-}
-// A look, where barrier_try may sleep a while.
-K3_DEVICE bool barrier_test(u64* bar, u32 parity) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
-  return done;
-}
-K3_DEVICE bool inbox_try(u64* bar, u32 parity) {
-  u32 done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
-  return done;
-}
+#define K3_IS_OVER(NAME, WAIT)                                                                                    \
+  K3_DEVICE bool NAME(u64* bar, u32 parity) {                                                                     \
+    u32 done;                                                                                                     \
+    asm volatile("{\n.reg .pred p;\nmbarrier." WAIT ".b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"                 \
+                 : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");                                \
+    return done;                                                                                                  \
+  }
+// Whether a barrier's phase is over. The first may sleep a while, the second only looks, the third sees what other blocks of the cluster have sent.
+K3_IS_OVER(barrier_try, "try_wait.parity.shared")
+K3_IS_OVER(barrier_test, "test_wait.parity.shared")
+K3_IS_OVER(inbox_try, "try_wait.parity.acquire.cluster.shared::cta")
+#undef K3_IS_OVER
 K3_DEVICE void barrier_arrive_times(u64* bar, u32 times) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(times) : "memory");
 }

@@ -18,7 +18,7 @@ from .chat_messages import (
     text_parts,
     to_json,
 )
-from .tokenizer import CLOSE, END_OF_MSG, OPEN, SEP
+from .tokenizer import CLOSE, END_OF_MSG, OPEN, SEP, within
 
 THINKING_EFFORTS = ("low", "high", "max")
 
@@ -95,9 +95,9 @@ def render(
     return prompt.segments
 
 
-def encode_chat(tokenizer, messages, tools=None, **options) -> list[int]:
-    """Token ids of the prompt; arguments and errors of `render`."""
-    return encode_segments(tokenizer, render(messages, tools, **options))
+def encode_chat(tokenizer, messages, tools=None, *, most: int | None = None, **options) -> list[int]:
+    """Token ids of the prompt; arguments and errors of `render`, PromptTooLong where there are far more than `most`."""
+    return encode_segments(tokenizer, render(messages, tools, **options), most)
 
 
 def close_answer(channel: str) -> list[Segment]:
@@ -110,14 +110,8 @@ def close_answer(channel: str) -> list[Segment]:
     return prompt.segments
 
 
-def encode_segments(tokenizer, segments) -> list[int]:
-    ids = []
-    for text, special in segments:
-        if special:
-            ids.append(tokenizer.special[text])
-        else:
-            ids += tokenizer.encode(text)
-    return ids
+def encode_segments(tokenizer, segments, most: int | None = None) -> list[int]:
+    return within((ids for text, special in segments for ids in ([[tokenizer.special[text]]] if special else tokenizer.encoded(text))), most)
 
 
 class _Prompt:

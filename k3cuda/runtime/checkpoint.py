@@ -131,7 +131,7 @@ class Survey:
 
     @property
     def num_tensors(self) -> int:
-        return len(self.shards.owner)
+        return self.shards.num_tensors
 
     @cached_property
     def skipped(self) -> str:
@@ -188,14 +188,15 @@ def match(cfg: K3Config, shards: Shards) -> list[Finding]:
     if count > MAX_TENSORS:
         return [Finding(str(shards.folder / CONFIG), f"{count:,} tensors called for", f"at most {MAX_TENSORS:,}", _OTHER_FILES)]
     missing, wrong_shape, wrong_dtype, found = [], [], [], 0
-    owner = shards.owner
     for layer, weight in all_weights(cfg):
         allowed = stored_shapes(weight, dims)
         keys = checkpoint_keys(weight, layer, cfg)
-        files = list(map(owner.get, keys))
-        found += len(files) - files.count(None)
-        if files.count(files[0]) == len(files) and files[0] and _kinds(files[0], keys) == {(weight.dtype, allowed[0])}:
+        first = next((file for file in shards.files.values() if keys[0] in file.tensors), None)
+        if first and not shards.twice and _kinds(first, keys) == {(weight.dtype, allowed[0])}:
+            found += len(keys)
             continue
+        files = list(map(shards.owner.get, keys))
+        found += len(files) - files.count(None)
         for key, file in zip(keys, files):
             if file is None:
                 if key not in shards.listed and key not in shards.unusable:
@@ -207,15 +208,15 @@ def match(cfg: K3Config, shards: Shards) -> list[Finding]:
             if dtype != weight.dtype:
                 wrong_dtype.append((key, file, dtype, weight.dtype))
     unknown = {}
-    if found < len(owner) or shards.listed:
+    if found < shards.num_tensors or shards.listed:
         wanted = {key for key, *_ in expected_tensors(cfg)}
-        unknown = dict.fromkeys(key for names in (owner, shards.listed) for key in names if key not in wanted)
+        unknown = dict.fromkeys(key for names in (shards.owner, shards.listed) for key in names if key not in wanted)
     return mismatches(shards, missing, wrong_shape, wrong_dtype, list(unknown), "Kimi K3 text model")
 
 
-def _kinds(file, keys: list[str]) -> set[tuple]:
-    """Every (dtype, shape) among some tensors of a file."""
-    return {tensor[:2] for tensor in map(file.tensors.__getitem__, keys)}
+def _kinds(file, keys: list[str]) -> set[tuple | None]:
+    """Every (dtype, shape) among some tensors, None for those that are not in the file."""
+    return {tensor and tensor[:2] for tensor in map(file.tensors.get, keys)}
 
 
 def mismatches(shards: Shards, missing, wrong_shape, wrong_dtype, unknown, what: str) -> list[Finding]:

@@ -161,8 +161,8 @@ class CudaBackend(StepGraphs):
     def step(self, rows: StepRows) -> None:
         self._check.step(rows)
         self._after_caller()
-        self._write(**inputs_of(rows))
-        self._replay("step", bucket_of(len(rows)))
+        self.write(**inputs_of(rows))
+        self.replay("step", bucket_of(len(rows)))
         self.counts.steps[self.name] += 1
 
     def logits(self) -> np.ndarray:
@@ -202,8 +202,8 @@ class CudaBackend(StepGraphs):
     def commit(self, accepted: np.ndarray) -> None:
         self._check.commit(accepted)
         if not accepted.all():   # `step` takes all of them for accepted
-            self._write(row_accepted=accepted)
-        self._replay("commit", bucket_of(len(accepted)))
+            self.write(row_accepted=accepted)
+        self.replay("commit", bucket_of(len(accepted)))
         if self.draft:
             self.draft.commit(self._check.rows, accepted)
 
@@ -226,7 +226,7 @@ class CudaBackend(StepGraphs):
         self._io.set(**inputs_of(rows))
         self._io.fill(half)
         refused = self._io.fill_draws(half, draws, slots)
-        self._replay("launch", bucket_of(len(rows)), half)
+        self.replay("launch", bucket_of(len(rows)), half)
         accepted = np.ones(len(rows), bool)
         self._check.commit(accepted)
         if self.draft:
@@ -260,7 +260,7 @@ class CudaBackend(StepGraphs):
         if self._is_lent:
             self.stream.wait_event(cupy.cuda.get_current_stream().record())
 
-    def _write(self, **values) -> None:
+    def write(self, **values) -> None:
         """Sets input buffers by name; those that stand behind the first of them are loaded too, as they were set last."""
         self._io.write(**values)
 

@@ -105,7 +105,7 @@ class StepBench:
         own = self.cfg.vocab_size // self.tp   # the only part of the vocabulary whose rows are here
         first = context - rows_each
         self.rows, self.sequences, self.rows_each, self.context = n, sequences, rows_each, context
-        self.backend._write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
+        self.backend.write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
                             row_position=np.tile(np.arange(first, context), sequences), logit_rows=np.arange(n)[-DECODE_ROWS:], row_accepted=np.ones(n))
 
     def step(self, walk: bool = False) -> dict:
@@ -177,7 +177,7 @@ class StepBench:
 
     def replay(self) -> dict[str, np.ndarray]:
         """`outputs` of the placed step, run as it is timed; states stay."""
-        self.backend._replay("step", bucket_of(self.rows))
+        self.backend.replay("step", bucket_of(self.rows))
         return self.outputs()
 
     def outputs(self) -> dict[str, np.ndarray]:
@@ -193,4 +193,4 @@ class StepBench:
     def _timed_step(self, bucket: int) -> float:
         self.restore()
         be = self.backend
-        return self.timer.once(lambda: (be._replay("step", bucket), be._replay("commit", bucket)))
+        return self.timer.once(lambda: (be.replay("step", bucket), be.replay("commit", bucket)))

@@ -55,13 +55,13 @@ class DecodeBench(StepBench):
         be = self.backend
         for bucket in self._buckets:
             if self.drafting:
-                be._graph("step", bucket)
-                be._graph("commit", bucket)
+                be.graph("step", bucket)
+                be.graph("commit", bucket)
                 for first in range(0, bucket, DECODE_ROWS):
                     be.draft.graph(be.draft.plan.context, min(bucket, DECODE_ROWS), first)
             else:
                 for half in be._io._halves:
-                    be._graph("launch", bucket, half)
+                    be.graph("launch", bucket, half)
         for sequences in range(1, be.num_slots + 1 if self.drafting else 1):
             be.draft.graph(be.draft.block, sequences * be.draft.plan.block_rows)
 

@@ -64,7 +64,7 @@ class StepGraphs:
         draw = [] if self._io.no_sampler else [self._io.sample_launch(half, min(bucket, self._io.head_rows), dependent=True)]
         return [(None, [self._io.load_launch(half)]), *self.launches("step", bucket, follows=True), *self.launches("commit", bucket, follows=True), (None, draw)]
 
-    def _graph(self, what: str, bucket: int, half: Half | None = None):
+    def graph(self, what: str, bucket: int, half: Half | None = None):
         """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use."""
         key = (what, bucket) if half is None else (what, bucket, half.index)
         if key not in self._graphs:
@@ -78,8 +78,9 @@ class StepGraphs:
             self._graphs[key] = graph, launches
         return self._graphs[key]
 
-    def _replay(self, what: str, bucket: int, half: Half | None = None) -> None:
-        graph, launches = self._graph(what, bucket, half)
+    def replay(self, what: str, bucket: int, half: Half | None = None) -> None:
+        """Launches what `graph` gives, behind all that was launched before. Waits for nothing."""
+        graph, launches = self.graph(what, bucket, half)
         if self.trace and what == "step":
             self.trace.names = [(launch.kernel, op.layer) for op, group in launches for launch in group]
         graph.launch(self.stream)

@@ -24,6 +24,12 @@ def bucket_of(rows: int) -> int:
     return next(b for b in ROW_BUCKETS if b >= rows)
 
 
+def draft_buckets(plan: DraftPlan, buckets) -> list[int]:
+    """Those of a draft beside steps of `buckets`: for context rows of what a step commits, and for blocks of as many sequences as it verifies."""
+    verified = (seqs for seqs in range(1, plan.max_seqs + 1) if bucket_of(seqs * (plan.num_drafts + 1)) in buckets)
+    return sorted({min(rows, DECODE_ROWS) for rows in buckets} | {bucket_of(seqs * plan.block_rows) for seqs in verified})
+
+
 def compile_bucket(plan: Plan | DraftPlan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int = H200_SMS, ride: bool = True,
                    probes: Probes = NO_PROBES, strict: bool = False, into: Path | None = None) -> Compiled:
     """The cubin of every stage for steps of up to `rows` rows. Needs no GPU. `strict`, `into`: as compile_cuda."""

@@ -95,8 +95,7 @@ class Engine:
         prompt = checked_ids(request.prompt_ids, self.backend.cfg.vocab_size)
         room = self.context - len(prompt)
         if room < 1:
-            raise PromptTooLong(f"the prompt has {len(prompt)} tokens, the context holds {self.context} and the answer needs one of them",
-                                "shorten the prompt or raise max_model_len")
+            raise PromptTooLong.of(len(prompt), self.context)
         params = request.params.resolved({})
         if outside := [i for i in params.stop_token_ids if i >= self.backend.cfg.vocab_size]:
             raise UsageError(f"stop_token_ids: found {outside[0]}, wanted ids below the vocabulary of {self.backend.cfg.vocab_size}")

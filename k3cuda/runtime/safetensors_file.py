@@ -68,10 +68,10 @@ class SafetensorsFile:
             entries, metadata, findings, all_ints = _parse(path, header)
         except _Bad as bad:
             return None, [bad.finding]
-        tensors, (begins, ends), more = _check_entries(path, entries, all_ints)
-        malformed = entries.keys() - tensors.keys()
+        tensors, more = _check_entries(path, entries, all_ints)
+        malformed = entries.keys() - tensors.keys() if len(tensors) < len(entries) else frozenset()
         findings += more
-        if not _back_to_back(begins, ends, size - 8 - len(header)):
+        if not _back_to_back(tensors, size - 8 - len(header)):
             findings += _check_layout(path, tensors, size - 8 - len(header), whole=not malformed)
         return cls(path, tensors, 8 + len(header), metadata, malformed), findings
 
@@ -184,14 +184,13 @@ def _parse(path: Path, header: bytes) -> tuple[dict, dict, list[Finding], bool]:
     return top, metadata, findings, all_ints and b"true" not in header and b"false" not in header
 
 
-def _check_entries(path: Path, entries: dict, all_ints: bool) -> tuple[dict[str, Tensor], tuple[list, list], list[Finding]]:
-    """The well-formed tensors, all their begins and ends, and one finding for each kind of malformed entry.
+def _check_entries(path: Path, entries: dict, all_ints: bool) -> tuple[dict[str, Tensor], list[Finding]]:
+    """The well-formed tensors, and one finding for each kind of malformed entry.
 
     The release has half a million entries of thirty kinds: a kind that was found sound once is only compared. 1.0 and True equal 1,
     so this is for headers without them.
     """
-    tensors, spans, bad, kinds, make = {}, ([], []), {}, {}, tuple.__new__
-    add_begin, add_end = (side.append for side in spans)
+    tensors, bad, kinds, make = {}, {}, {}, tuple.__new__
     for name, entry in entries.items():
         try:
             begin, end = entry["data_offsets"]
@@ -206,9 +205,7 @@ def _check_entries(path: Path, entries: dict, all_ints: bool) -> tuple[dict[str,
             begin, end = entry["data_offsets"]
             dtype, shape, _ = kinds[entry["dtype"], tuple(entry["shape"])] = entry["dtype"], tuple(entry["shape"]), end - begin
         tensors[name] = make(Tensor, (dtype, shape, begin, end))
-        add_begin(begin)
-        add_end(end)
-    return tensors, spans, [Finding(str(path), _first(names), wanted, AGAIN) for wanted, names in bad.items()]
+    return tensors, [Finding(str(path), _first(names), wanted, AGAIN) for wanted, names in bad.items()]
 
 
 def _first(named: list[tuple[str, str]]) -> str:
@@ -260,6 +257,7 @@ def _check_layout(path: Path, tensors: dict[str, Tensor], data_size: int, whole:
     return findings
 
 
-def _back_to_back(begins: list[int], ends: list[int], data_size: int) -> bool:
+def _back_to_back(tensors: dict[str, Tensor], data_size: int) -> bool:
     """Whether tensors fill the data exactly, none of them empty: where sorted begins and ends meet, one tensor covers each byte."""
-    return [*sorted(begins), data_size] == [0, *sorted(ends)] and not any(map(eq, begins, ends))
+    begins, ends = [t[2] for t in tensors.values()], [t[3] for t in tensors.values()]
+    return not any(map(eq, begins, ends)) and [*sorted(begins), data_size] == [0, *sorted(ends)]

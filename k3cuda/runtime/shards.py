@@ -1,6 +1,7 @@
 """The files of a checkpoint: which exist, what their headers say, and whether the index tells the truth."""
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 
@@ -24,20 +25,34 @@ class Shards:
     folder: Path
     index: Path | None = None
     files: dict[str, SafetensorsFile] = field(default_factory=dict)  # by file name, in the index's order
-    owner: dict[str, SafetensorsFile] = field(default_factory=dict)  # tensor name -> file; the first that has it
-    twice: dict[str, SafetensorsFile] = field(default_factory=dict)  # tensor name -> a second file that has it
+    twice: set[str] = field(default_factory=set)                     # tensor names that stand in more than one file
     listed: dict[str, str] = field(default_factory=dict)             # tensor name -> file name, by the index; not those that lie there
-    unlisted: dict[Path, list[str]] = field(default_factory=dict)    # file -> names of its tensors that the index does not have
+    unlisted: dict[str, list[str]] = field(default_factory=dict)     # file name -> names there that the index lists nowhere, or that an earlier file has
     unusable: set[str] = field(default_factory=set)                  # tensor names that stand somewhere, but wrongly
     unreadable: set[str] = field(default_factory=set)                # file names without a header that can be used
+    num_tensors: int = 0  # names of the text model
     text_bytes: int = 0
     skipped_tensors: int = 0
     skipped_files: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @cached_property
+    def owner(self) -> dict[str, SafetensorsFile]:
+        """Tensor name -> file; the first that has it. Made when it is asked for: a whole release is found sound without a table of all its names."""
+        owner = {}
+        for file in self.files.values():
+            for key in text_names(file):
+                owner.setdefault(key, file)
+        return owner
+
     def add(self, file, found: str, wanted: str, way_out: str) -> None:
         self.findings.append(Finding(str(file), found, wanted, way_out))
+
+
+def text_names(file: SafetensorsFile) -> list[str]:
+    """Names of a file's tensors that belong to the text model."""
+    return [key for key in file.tensors if not key.startswith(SKIPPED_PREFIXES)]
 
 
 def open_shards(path: Path) -> Shards:
@@ -77,13 +92,12 @@ def _read_index(shards: Shards) -> None:
         if size > MAX_INDEX:
             shards.add(shards.index, f"{size:,} bytes", f"at most {MAX_INDEX:,}", AGAIN)
             return
-        data = shards.index.read_bytes()
-        top, repeated, _ = strict_json.loads(data)
+        top, repeated, _ = strict_json.loads(shards.index.read_bytes())   # without a name: a release's text is not kept beside its values
     except OSError as e:
         shards.add(shards.index, f"an error on reading ({e.strerror or e})", "a readable file", "check permissions and disk")
         return
     except (ValueError, RecursionError) as e:
-        shards.add(shards.index, f"no JSON ({shown(e)})" if data else "0 bytes", _WANTED, AGAIN)
+        shards.add(shards.index, f"no JSON ({shown(e)})" if size else "0 bytes", _WANTED, AGAIN)
         return
     if repeated:
         shards.add(shards.index, f"{counted(repeated, 'name')}, given more than once", "each tensor once", AGAIN)
@@ -138,45 +152,52 @@ def _scan(shards: Shards, names: list[str]) -> None:
         found += f": {len(missing)} of {len(names)} shards missing{hub_leftovers(shards.folder)}"
         shards.add(file, found, f"all shards of {shards.index.name}", "download them, or correct the path")
     shards.unreadable.update(missing)
-    for name in names:
-        if name not in shards.unreadable:
-            _scan_one(shards, name)
-    pairs = {}
-    for key, second in shards.twice.items():
-        pairs.setdefault((second.path, shards.owner[key].path.name), []).append(key)
-    for (path, first), keys in pairs.items():
-        shards.add(path, f"{counted(keys, 'tensor')} that {first} has too", "each tensor once", _ONE_RELEASE)
+    regular = [_scan_one(shards, name) for name in names if name not in shards.unreadable]
+    if not all(regular):
+        _find_twice(shards)
 
 
-def _scan_one(shards: Shards, name: str) -> None:
+def _scan_one(shards: Shards, name: str) -> bool:
+    """Whether all that lies in the file is listed there: where that holds for every file, no tensor lies in two."""
     file, findings = SafetensorsFile.scan(shards.folder / name)
     shards.findings += findings
     if file is None:
         shards.unreadable.add(name)
-        return
+        return True
     shards.files[name] = file
     shards.unusable |= file.malformed
-    text = [key for key in file.tensors if not key.startswith(SKIPPED_PREFIXES)]
+    text = text_names(file)
+    shards.num_tensors += len(text)
+    shards.text_bytes += sum([end - begin for _, _, begin, end in map(file.tensors.__getitem__, text)])
     if shards.index is None:
         shards.skipped_tensors += len(file.tensors) - len(text)
-    else:
-        _strike_off(shards, file, text)
-    shards.text_bytes += sum([end - begin for _, _, begin, end in map(file.tensors.__getitem__, text)])
-    owners = list(map(shards.owner.setdefault, text, repeat(file)))
-    if owners.count(file) < len(owners):
-        shards.twice |= dict.fromkeys(sorted(key for key, owner in zip(text, owners) if owner is not file), file)
+        return True
+    return _strike_off(shards, name, text)
 
 
-def _strike_off(shards: Shards, file: SafetensorsFile, keys: list[str]) -> None:
-    """Takes tensors that lie where the index says off `listed`: two copies of half a million names are 70 MB."""
-    here, names = file.path.name, list(map(shards.listed.pop, keys, repeat(None)))
+def _strike_off(shards: Shards, here: str, keys: list[str]) -> bool:
+    """Takes tensors that lie where the index says off `listed`: two copies of half a million names are 70 MB. Whether all do."""
+    names = list(map(shards.listed.pop, keys, repeat(None)))
     if names.count(here) == len(names):
-        return
+        return True
     for key, name in zip(keys, names):
-        if name is None and key not in shards.owner:
-            shards.unlisted.setdefault(file.path, []).append(key)
-        elif name not in (None, here):
+        if name is None:
+            shards.unlisted.setdefault(here, []).append(key)
+        elif name != here:
             shards.listed[key] = name
+    return False
+
+
+def _find_twice(shards: Shards) -> None:
+    for file in shards.files.values():
+        again = {}
+        for key in sorted(text_names(file)):
+            if (first := shards.owner[key]) is not file:
+                again.setdefault(first.path.name, []).append(key)
+        for first, keys in again.items():
+            shards.twice.update(keys)
+            shards.num_tensors -= len(keys)
+            shards.add(file.path, f"{counted(keys, 'tensor')} that {first} has too", "each tensor once", _ONE_RELEASE)
 
 
 def _compare(shards: Shards) -> None:
@@ -197,9 +218,9 @@ def _compare(shards: Shards) -> None:
         key = moved[0]
         shards.add(shards.index, f"{counted(moved, 'tensor')} listed in {shards.listed[key]}",
                    f"{shards.owner[key].path.name}, where it lies", AGAIN)
-    for path, keys in shards.unlisted.items():
-        shards.add(path, f"{counted(keys, 'tensor')} that {shards.index.name} does not list", "only listed tensors",
-                   _ONE_RELEASE)
+    for name, keys in shards.unlisted.items():
+        if keys := [key for key in keys if shards.owner[key] is shards.files[name]]:
+            shards.add(shards.folder / name, f"{counted(keys, 'tensor')} that {shards.index.name} does not list", "only listed tensors", _ONE_RELEASE)
 
 
 def _check_total(shards: Shards, metadata) -> None:

@@ -12,7 +12,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PromptTooLong
 from .downloads import no_text
 
 RANKS_FILE, CONFIG_FILE = "tiktoken.model", "tokenizer_config.json"
@@ -58,6 +58,16 @@ def split_long_runs(text: str):
                     yield window[start:cut]
                     start = cut
         yield window[start:]
+
+
+def within(pieces, most: int | None) -> list[int]:
+    """All ids of an iterator of lists. PromptTooLong once more than `most` have come, where there are any more to come: they are not encoded."""
+    ids = []
+    for piece in pieces:
+        if most is not None and len(ids) > most:
+            raise PromptTooLong.of(f"more than {most}", most)
+        ids += piece
+    return ids
 
 
 class Tokenizer:
@@ -106,15 +116,14 @@ class Tokenizer:
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """Ids of `text`. Names of special tokens are ordinary text unless `allow_special`: text of a caller must never
         become a marker. Lone surrogates count as U+FFFD; empty text has no ids."""
-        ids = []
+        return [i for ids in self.encoded(text, allow_special) for i in ids]
+
+    def encoded(self, text: str, allow_special: bool = False):
+        """The same piece by piece: an iterator of lists."""
         for piece in split_long_runs(text):
             if _SURROGATE.search(piece):
                 piece = piece.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            if allow_special:
-                ids += self._encoding.encode(piece, allowed_special="all")
-            else:
-                ids += self._encoding.encode_ordinary(piece)
-        return ids
+            yield self._encoding.encode(piece, allowed_special="all") if allow_special else self._encoding.encode_ordinary(piece)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token; none for a special, reserved or out-of-range id."""

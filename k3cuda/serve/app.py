@@ -5,6 +5,7 @@ import time
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,7 +32,11 @@ def make_app(service: Service):
     """The ASGI application."""
     app = Starlette(routes=ROUTES, exception_handlers={HTTPException: _no_route})
     app.state.service = service
-    return Outside(app, service)
+    app = Outside(app, service)
+    if not service.allowed_origins:
+        return app
+    # Around the key: a browser asks without one whether it may ask, and shows a page no refusal that does not name it.
+    return CORSMiddleware(app, allow_origins=service.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
 
 
 async def _no_route(http: HttpRequest, error: HTTPException) -> Response:

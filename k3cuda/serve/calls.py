@@ -25,6 +25,7 @@ class Service:
         names: what the model is called; the first one is the answer's where a request names none.
         effort: how much to think where a request does not say.
         api_key: None: everybody may ask.
+        allowed_origins: of web pages whose scripts may ask; "*" is all of them.
     """
 
     model: Model
@@ -34,6 +35,7 @@ class Service:
     effort: str
     limits: Limits = Limits()
     api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self):

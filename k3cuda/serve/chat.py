@@ -33,7 +33,7 @@ def _read(service: Service, data: bytes) -> Wish:
     params = params.resolved(service.model.generation_config)
     effort, tokenizer = fields.effort(body, service.effort), service.tokenizer
     ids = conversation_ids(tokenizer, fields.wanted(body, "messages"), tools=body.get("tools"), reasoning_effort=effort,
-                           tool_choice=fields.check_tool_choice(body), response_format=body.get("response_format"))
+                           tool_choice=fields.check_tool_choice(body), response_format=body.get("response_format"), most=service.context)
     eos_ids = (*service.model.eos_ids, tokenizer.end_of_msg_id)
     return Wish(head, Request(head["id"], ids, params, eos_ids, answer_reader(tokenizer, params, effort)), stream, include_usage)
 

@@ -9,6 +9,7 @@ from ..runtime.output import Output
 from ..runtime.prompt_arrays import as_prompts
 from ..runtime.request import Request
 from ..runtime.text_stream import TextStream
+from ..runtime.tokenizer import within
 from . import fields
 from .calls import Call, Service, head_of, respond
 from .http import DONE, answered, error_response, event_of, off_loop, read_body
@@ -44,7 +45,7 @@ def _read(service: Service, data: bytes) -> Wish:
         raise bad("prompt", "found an empty list, wanted text or token ids")
     if len(prompts) > service.worker.capacity:   # before each of them costs kilobytes
         raise bad("prompt", f"found {len(prompts)} prompts, this server takes at most {service.worker.capacity} at a time")
-    ids = [service.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    ids = [within(service.tokenizer.encoded(p), service.context) if isinstance(p, str) else p for p in prompts]
     if not all(ids):
         raise PromptTooLong("the prompt is empty", "give at least one token")
     requests = [Request(f"{head['id']}-{i}", p, params, service.model.eos_ids, _reader(service, params)) for i, p in enumerate(ids)]

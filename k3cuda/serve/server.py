@@ -37,7 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def open_service(model, arguments: dict, *, names, effort: str, max_queue: int, limits: Limits = Limits(), api_key: str | None = None,
-                 seed: int | None = None) -> Service:
+                 seed: int | None = None, allowed_origins: tuple[str, ...] = ()) -> Service:
     """A model on a thread of its own, ready for requests; `arguments` and errors are those of `open_model`, `seed` is that of `LLM`."""
     opened = []
 
@@ -49,7 +49,7 @@ def open_service(model, arguments: dict, *, names, effort: str, max_queue: int, 
     worker = Worker(open_engine, max_queue, metrics)
     worker.start()
     worker.ready.result()
-    return Service(opened[0], worker, metrics, tuple(names), effort, limits, api_key)
+    return Service(opened[0], worker, metrics, tuple(names), effort, limits, api_key, allowed_origins)
 
 
 def _protocol(limits: Limits):

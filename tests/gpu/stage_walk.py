@@ -19,7 +19,7 @@ INPUTS = tuple(b.name for b in BUFFERS if b.life == "input")
 def write_rows(be, rows) -> None:
     """Everything of `CudaBackend.step` but the launches."""
     be._check.step(rows)
-    be._write(**inputs_of(rows))
+    be.write(**inputs_of(rows))
 
 
 class Walk(Compare):
@@ -36,7 +36,7 @@ class Walk(Compare):
 
     def commit(self, accepted) -> dict[str, Found]:
         self.be._check.commit(accepted)
-        self.be._write(row_accepted=accepted)
+        self.be.write(row_accepted=accepted)
         return self._run("commit", len(accepted))
 
     def _run(self, what, rows):

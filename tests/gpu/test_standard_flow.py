@@ -209,7 +209,7 @@ def test_loading_and_capturing_change_no_byte(be):
     before = everything(be)
     for bucket in ROW_BUCKETS:
         for what, half in (("step", None), ("commit", None), *(("launch", half) for half in be._io._halves)):
-            be._graph(what, bucket, half)
+            be.graph(what, bucket, half)
     same(everything(be), before)
 
 

@@ -8,6 +8,13 @@ import numpy as np
 
 from k3cuda.runtime.cuda_jit import KERNELS
 
+# In front of a source: its random words are those of `throw`, by stream and index, and everything else is the kernels' own.
+GIVEN_DICE = """#include "sample_types.cuh"
+extern "C" u32 given_words[3][8];
+u32 given_words[3][8];
+static u32 given_word(u32, u32 stream, u32 index, u32, u32, u32) { return given_words[stream][index]; }
+#define philox given_word
+"""
 HERE = Path(__file__).resolve().parent
 COMPILER = shutil.which("g++")
 
@@ -23,6 +30,12 @@ def build(source: str, kernels, folder: Path, headers: dict[str, str] | None = N
     if done.returncode:
         raise AssertionError(done.stderr[:4000])
     return ctypes.CDLL(str(out))
+
+
+def throw(library, stream: int, numbers) -> None:
+    """What a source behind GIVEN_DICE draws of a stream: `numbers` in [0, 1), of which 24 bits are read."""
+    words = np.frombuffer((ctypes.c_uint32 * 24).in_dll(library, "given_words"), np.uint32).reshape(3, 8)
+    words[stream, :len(numbers)] = (np.asarray(numbers) * 2**24).astype(np.uint32) << 8
 
 
 def launch(library, name: str, grid: int, threads: int, arguments, shared: int = 0, seed: int = 0) -> None:

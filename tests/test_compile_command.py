@@ -84,7 +84,7 @@ def test_another_number_of_multiprocessors_is_another_cubin(filled, monkeypatch)
     assert done["cubins"][0]["folder"] not in {c["folder"] for c in found["cubins"]} and done["cubins"][0]["sms"] == 114
 
 
-@pytest.mark.parametrize("model, draft, k, width", [("demo", "demo-draft", 2, "drafts"), ("kimi-k3", "kimi-k3-dspark", None, "block")])
+@pytest.mark.parametrize("model, draft, k, width", [("tiny-random", "tiny-random-draft", 2, "drafts"), ("kimi-k3", "kimi-k3-dspark", None, "block")])
 def test_with_a_draft_backends_find_every_cubin(tmp_path, monkeypatch, model, draft, k, width):
     """Nothing is compiled, only looked for: a target that leaves taps, its draft at every number of sequences, and what judges the drafts."""
     monkeypatch.setattr(cuda_jit, "_run", lambda *args: (b"cubin", "", True))
@@ -118,7 +118,7 @@ def test_with_a_draft_backends_find_every_cubin(tmp_path, monkeypatch, model, dr
 @pytest.mark.parametrize("args, code, words", [
     (["-k", "3"], 2, "num_drafts: found 3, but there is no draft model"),
     (["--draft-model", "kimi-k3-dspark", "-k", "9"], 2, "num_drafts: found 9, wanted 1 to 7"),
-    (["--draft-model", "demo-draft"], 3, "--draft-model demo-draft: vocab_size: the draft has"),
+    (["--draft-model", "tiny-random-draft"], 3, "--draft-model tiny-random-draft: vocab_size: the draft has"),
     (["--draft-model", "kimi-k3"], 3, "kimi-k3"),
 ])
 def test_refusals_of_a_draft(tmp_path, args, code, words):

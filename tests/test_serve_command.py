@@ -118,7 +118,7 @@ def test_origins_are_read_as_lists(given, found):
     from k3cuda.cli import main
 
     def read():
-        return main.commands["serve"].make_context("serve", ["demo", "--allowed-origins", given], parent=click.Context(main)).params["allowed_origins"]
+        return main.commands["serve"].make_context("serve", ["tiny-random", "--allowed-origins", given], parent=click.Context(main)).params["allowed_origins"]
 
     if found is None:
         with pytest.raises(click.BadParameter, match="found|no JSON"):

@@ -91,10 +91,14 @@ def draft_config_of(draft: str, target):
 
     from ..draft_config import RELEASED_DRAFT, RELEASED_DRAFT_NAME, DraftConfig, misfits
     from ..errors import ConfigError
-    from ..runtime.demo import DEMO_DRAFT, open_demo_draft
+    from ..runtime.named_models import resolved
+    from ..runtime.tiny_random import TINY_RANDOM_DRAFTS, open_tiny_random_draft
 
-    file = RELEASED_DRAFT if draft == RELEASED_DRAFT_NAME else None if draft == DEMO_DRAFT else _config_file(draft, "a DSpark draft")
-    cfg = DraftConfig.from_json(file) if file else open_demo_draft().cfg
+    found = resolved(draft)
+    if found in TINY_RANDOM_DRAFTS:
+        cfg = open_tiny_random_draft(found).cfg
+    else:
+        cfg = DraftConfig.from_json(RELEASED_DRAFT if found == RELEASED_DRAFT_NAME else _config_file(found, "a DSpark draft"))
     if bad := misfits(replace(cfg, own_embedding=True, own_head=True), target):   # weights alone say whether it has them; its kernels are the same
         raise ConfigError(f"--draft-model {draft}: " + "; ".join(bad), "use a draft of this target")
     return cfg

@@ -6,11 +6,13 @@ from safetensors.numpy import load_file
 
 from k3cuda.config import PAGE_SIZE
 from k3cuda.reference.numerics import Numerics
-from k3cuda.runtime.backend import DraftAsk, StepRows
+from k3cuda.runtime.backend import DraftAsk, Judge, StepRows
 from k3cuda.runtime.draft_checkpoint import DraftCheckpoint
+from k3cuda.runtime.drafting import BLOCK, STANDARD
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json
 from k3cuda.runtime.numpy_draft import NumpyDraft
+from k3cuda.runtime.sampling import STREAM_ACCEPT, STREAM_DRAFT, STREAM_SAMPLE, Draw, SamplingParams
 
 GOLDEN = Path(__file__).parent / "data" / "dspark-mla-tiny"
 
@@ -18,6 +20,21 @@ GOLDEN = Path(__file__).parent / "data" / "dspark-mla-tiny"
 def golden():
     """(inputs, expected) by name."""
     return load_file(GOLDEN / "inputs.safetensors"), load_file(GOLDEN / "expected.safetensors")
+
+
+VERDICTS = ["greedy", "standard.probs", "standard.onehot", "block.probs", "block.onehot"]
+
+
+def golden_step(r, row):
+    """What the golden's round `r` asks and answers in one of its VERDICTS: (Judge, its acceptance, the logits that the drafts were drawn from or None, numbers
+    of every stream of dice, [accepted, tokens ..])."""
+    (given, want), (rule, _, kind) = golden(), row.partition(".")
+    options = {"temperature": 0} if rule == "greedy" else {name: given[name][0].item() for name in ("temperature", "top_k", "top_p")} | {"min_p": 0}
+    ids = tuple(want[f"round{r}.{'greedy' if rule == 'greedy' else 'sampled'}.tokens"].tolist())
+    judge = Judge(0, ids, tuple(Draw(SamplingParams(**options).resolved({}), 1, i) for i in range(len(ids) + 1)))
+    dice = {STREAM_ACCEPT: given[f"round{r}.u_accept"], STREAM_SAMPLE: given[f"round{r}.u_next"], STREAM_DRAFT: given[f"round{r}.u_draft"]}
+    drawn_from = want[f"round{r}.sampled.logits"].astype(np.float32) if kind == "probs" else None
+    return judge, BLOCK if rule == "block" else STANDARD, drawn_from, dice, [int(x) for x in want[f"round{r}.verify.{row}"] if x >= 0]
 
 
 class Alone:

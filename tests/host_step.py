@@ -2,6 +2,7 @@
 import ctypes
 from math import prod
 
+import ml_dtypes
 import numpy as np
 from models import headdims
 from shim import host
@@ -117,6 +118,12 @@ class Memory:
             arrays = op_arrays(op, self.plan.cfg, self.plan.tp, read, self.tables.packed, self.tables.weights)
             self._weights[op] = [_copied(a) for a in arrays]
         return self._weights[op]
+
+
+def held(memory, name):
+    """A buffer as its numbers are held."""
+    raw = memory.buffer(name)
+    return raw.view(ml_dtypes.bfloat16) if memory.tables.buffers[name].dtype == "bf16" else raw
 
 
 def _aligned(size: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from drafts import golden
+from drafts import VERDICTS, golden, golden_step
 from shim import host
 
 from k3cuda.reference import accept as reference
@@ -12,7 +12,7 @@ from k3cuda.reference.sample import draft_token, law
 from k3cuda.runtime.accept_records import JUDGE, AcceptArgs, judge_records, judged
 from k3cuda.runtime.backend import AS_DRAFTED, Judge
 from k3cuda.runtime.drafting import BLOCK, STANDARD, SYNTHETIC
-from k3cuda.runtime.sampling import STREAM_ACCEPT, STREAM_SAMPLE, Draw, SamplingParams
+from k3cuda.runtime.sampling import Draw, SamplingParams
 from k3cuda.runtime.step_records import PENALTY, ROW, Answers, SampleArgs, penalty_entries, row_record
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
@@ -163,23 +163,18 @@ def test_drafts_behind_one_without_a_token_are_as_if_they_had_not_been_verified(
     assert found == run(libraries["large"], vocab, logits[rows], short, q[rows], STANDARD) and any(j.num_accepted for j in found)
 
 
-@pytest.mark.parametrize("row", ["greedy", "standard.probs", "standard.onehot", "block.probs", "block.onehot"])
+@pytest.mark.parametrize("row", VERDICTS)
 @pytest.mark.parametrize("r", [0, 1])
 def test_the_golden_s_verdicts(libraries, r, row):
-    machine, (inputs, want), (rule, _, kind) = libraries["golden"], golden(), row.partition(".")
-    given, want = ({n.removeprefix(f"round{r}."): x for n, x in table.items()} for table in (inputs, want))
-    host.throw(machine.library, STREAM_ACCEPT, given["u_accept"])
-    host.throw(machine.library, STREAM_SAMPLE, given["u_next"])
-    options = dict(temperature=0) if rule == "greedy" else {name: inputs[name][0].item() for name in ("temperature", "top_k", "top_p")} | {"min_p": 0}
-    params, ids = SamplingParams(**options).resolved({}), tuple(want["greedy.tokens" if rule == "greedy" else "sampled.tokens"].tolist())
-    q = np.pad(want["sampled.logits"], ((0, 1), (0, 0))) if kind == "probs" else None
-    kept = {}
-    found, = run(machine, VOCAB["golden"], given["target_logits"], [Judge(0, ids, tuple(Draw(params, 1, i) for i in range(len(ids) + 1)))], q,
-                 BLOCK if rule == "block" else STANDARD, kept=kept)
-    count, *tokens = want[f"verify.{row}"]
-    assert [found.num_accepted, *(d.token_id for d in found.drawn)] == [count, *(t for t in tokens if t >= 0)]
-    for which, law in (("target", "target_probs"), ("draft", "sampled.probs"))[:0 if rule == "greedy" else 1 + (kind == "probs")]:
-        rows = want[law]
+    machine, (inputs, laws), kept = libraries["golden"], golden(), {}
+    asked, acceptance, drawn_from, dice, want = golden_step(r, row)
+    for stream, numbers in dice.items():
+        host.throw(machine.library, stream, numbers)
+    q = None if drawn_from is None else np.pad(drawn_from, ((0, 1), (0, 0)))
+    found, = run(machine, VOCAB["golden"], inputs[f"round{r}.target_logits"], [asked], q, acceptance, kept=kept)
+    assert [found.num_accepted, *(d.token_id for d in found.drawn)] == want
+    for which, law in (("target", "target_probs"), ("draft", "sampled.probs"))[:0 if row == "greedy" else 1 if q is None else 2]:
+        rows = laws[f"round{r}.{law}"]
         got = kept[f"{which}_weight"][:len(rows)] / np.exp(kept[f"{which}_log_mass"][:len(rows), None])
         np.testing.assert_allclose(got, rows, rtol=1e-5, atol=1e-9)
 

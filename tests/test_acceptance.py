@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from drafts import golden
+from drafts import VERDICTS, golden, golden_step
 
 from k3cuda.reference import accept
 from k3cuda.reference.accept import accept_block, accept_greedy, accept_standard, accept_synthetic, block_chances, judge, log_law, log_softmax_at, residual
@@ -20,7 +20,7 @@ RULES = {"standard": accept_standard, "block": accept_block}
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("r", [0, 1])
-@pytest.mark.parametrize("row", ["greedy", "standard.probs", "standard.onehot", "block.probs", "block.onehot"])
+@pytest.mark.parametrize("row", VERDICTS)
 def test_golden_verdicts(r, row, dtype):
     given, want = ({n.removeprefix(f"round{r}."): x for n, x in table.items()} for table in (INPUTS, WANT))
     logits, u = given["target_logits"].astype(dtype), given["u_accept"].astype(dtype)
@@ -42,17 +42,13 @@ def test_golden_verdicts(r, row, dtype):
 
 
 @pytest.mark.parametrize("r", [0, 1])
-@pytest.mark.parametrize("row", ["greedy", "standard.probs", "standard.onehot", "block.probs", "block.onehot"])
+@pytest.mark.parametrize("row", VERDICTS)
 def test_golden_verdicts_of_a_whole_step(monkeypatch, r, row):
     """As the engine asks for them, but with the golden's dice."""
-    rule, _, kind = row.partition(".")
-    dice = {STREAM_ACCEPT: INPUTS[f"round{r}.u_accept"], STREAM_SAMPLE: INPUTS[f"round{r}.u_next"]}
+    asked, acceptance, drawn_from, dice, want = golden_step(r, row)
     monkeypatch.setattr(accept, "uniform", lambda seed, position, stream, index=0: np.float32(dice[stream][index]))
-    options = {"temperature": 0} if rule == "greedy" else {name: INPUTS[name][0].item() for name in ("temperature", "top_k", "top_p")} | {"min_p": 0}
-    params, ids = SamplingParams(**options).resolved({}), tuple(WANT[f"round{r}.{'greedy' if rule == 'greedy' else 'sampled'}.tokens"].tolist())
-    q = WANT[f"round{r}.sampled.logits"].astype(np.float32) if kind == "probs" else None
-    count, drawn = judge(INPUTS[f"round{r}.target_logits"], tuple(Draw(params, 1, i) for i in range(len(ids) + 1)), ids, q, BLOCK if rule == "block" else STANDARD)
-    assert [count, *(d.token_id for d in drawn)] == [x for x in WANT[f"round{r}.verify.{row}"] if x >= 0]
+    count, drawn = judge(INPUTS[f"round{r}.target_logits"], asked.draws, asked.draft_ids, drawn_from, acceptance)
+    assert [count, *(d.token_id for d in drawn)] == want
 
 
 @pytest.mark.parametrize("r", [0, 1])

@@ -27,6 +27,7 @@ from k3cuda.runtime.cuda_draft import CudaDraft  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
 from k3cuda.runtime.drafting import Drafting  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402
+from k3cuda.runtime.made_draft import made_draft_json  # noqa: E402
 
 compile_module = sys.modules["k3cuda.cli.compile"]   # the package has the command by that name
 MODEL = ROOT / "tests/data/k3-headdims"
@@ -124,6 +125,13 @@ def test_with_a_draft_backends_find_every_cubin(tmp_path, monkeypatch, model, dr
 def test_refusals_of_a_draft(tmp_path, args, code, words):
     done = CliRunner().invoke(main, ["compile", "--output", str(tmp_path / "out"), *args])
     assert done.exit_code == code and words in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_draft_without_kernels_is_refused(tmp_path):
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
+    (tmp_path / "config.json").write_text(json.dumps(made_draft_json(config_of("demo"), "mla", **windows)))
+    done = CliRunner().invoke(main, ["compile", "demo", "--tp", "1", "--output", str(tmp_path / "out"), "--draft-model", str(tmp_path)])
+    assert done.exit_code == 3 and "sliding_attention" in done.stderr and not (tmp_path / "out").exists(), done.stderr
 
 
 def test_spills_are_refused_or_named(tmp_path, monkeypatch):

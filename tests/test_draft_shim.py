@@ -3,19 +3,16 @@
 Both get the same inputs, those of the reference's own run rounded as the kernels' buffers hold them; everything else in the arena is
 poisoned before, and must be what it was behind.
 """
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
 import pytest
-from drafts import GOLDEN, ask, golden, made, random_taps
-from models import relative
+from drafts import ask, made, random_taps
 from shim import host
 
 pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")   # ctypes' view of Step lies beside it
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 
-from host_step import SLOTS, Kernels, Memory  # noqa: E402
+from host_step import SLOTS, Kernels, Memory, held  # noqa: E402
 
 from k3cuda.config import PAGE_SIZE  # noqa: E402
 from k3cuda.draft_plan import build_draft_plan  # noqa: E402
@@ -23,11 +20,9 @@ from k3cuda.draft_weights import BY_NAME as WEIGHT  # noqa: E402
 from k3cuda.reference.numerics import Numerics  # noqa: E402
 from k3cuda.reference.sample import draft_token  # noqa: E402
 from k3cuda.runtime.backend import StepRows  # noqa: E402
-from k3cuda.runtime.draft_checkpoint import DraftCheckpoint  # noqa: E402
 from k3cuda.runtime.numpy_draft import NumpyDraft  # noqa: E402
 from k3cuda.runtime.numpy_program import _rows_view as live  # noqa: E402
 from k3cuda.runtime.row_check import PADDING  # noqa: E402
-from k3cuda.runtime.sampling import STREAM_DRAFT  # noqa: E402
 from k3cuda.stages import GATHER  # noqa: E402
 
 PAGES = 2          # of a slot
@@ -35,12 +30,6 @@ CONTEXT = 58       # positions before those whose rows the kernels make: blocks 
 # Relative errors as norms: sums in another order; one rounding to BF16; where also attention's weights, or the normed taps, are rounded inside.
 LIMIT = {"f32": 3e-6, "bf16": 2**-8}
 INSIDE = {"draft_mla_attend": 2**-7, "gqa_attend": 2**-7, "fuse_normed": 2**-8}
-
-
-def held(memory, name):
-    """A buffer as its numbers are held."""
-    raw = memory.buffer(name)
-    return raw.view(ml_dtypes.bfloat16) if memory.tables.buffers[name].dtype == "bf16" else raw
 
 
 class Twin:
@@ -268,45 +257,3 @@ def whole_way(twin, seqs):
                     assert ids[i, slot] == draft_token(logits[i, slot], float(slot), 3, 6 * step + 7 + i, i)
             assert ((0 < sure) & (sure < 1)).all()
     assert tokens > k * seqs   # of both steps and all ranks
-
-
-OF_GOLDEN = ("fuse", "context_mean", "lm_head", "markov", "confidence", "draft_pick")   # in order
-ROUNDED = 2**-7   # relative: its inputs are F64, the kernels' BF16
-
-
-def test_the_golden_around_its_layers(tmp_path):
-    """Fused taps, and from hidden rows to drafts, likeliest ones and those of the golden's dice. Its attention has a cache of 40 values a token, which no
-    kernel holds: sizes of attention alone are others here, and nothing of these stages depends on them."""
-    source, (inputs, want) = DraftCheckpoint.open(GOLDEN), golden()
-    plan = build_draft_plan(replace(source.cfg, kv_lora_rank=48, qk_rope_head_dim=16), 1, 7, 7)
-    kernels = Kernels(32, 1, True, dict.fromkeys(OF_GOLDEN, ()), tmp_path / "build", plan=plan, before=host.GIVEN_DICE)
-    memory = Memory(plan, None, 0, PAGES, lambda name, layer: source.rank_slices(WEIGHT[name], layer, 1, 0))
-    ops = {name: [op for op in (*plan.context, *plan.ops) if op.stage.name == name] for name in OF_GOLDEN}
-    drafts = [ops[name][i] for i in range(7) for name in OF_GOLDEN[3:]]
-    anchors = source.rank_slices(WEIGHT["markov_w1"], None, 1, 0)
-    buffer = lambda name: held(memory, name)  # noqa: E731
-    for r in range(2):
-        given, wanted = ({n.removeprefix(f"round{r}."): x for n, x in table.items()} for table in (inputs, want))
-        memory.poison()
-        for name in ("row_slot", "row_position", "seq_seed"):
-            buffer(name)[...] = PADDING.get(name, 0)
-        count = len(given["taps"])
-        buffer("row_slot")[:count] = 0
-        buffer("taps")[:count] = given["taps"].reshape(count, 3, -1)
-        for name in OF_GOLDEN[:2]:
-            kernels.run(ops[name][0], memory)
-        assert relative(buffer("context")[:count].astype(np.float64), wanted["fused"]) < ROUNDED
-        buffer("row_slot")[7:] = -1
-        buffer("head_in")[:7] = wanted["hidden"]
-        kernels.run(ops["lm_head"][0], memory)
-        assert relative(buffer("logits_part")[:7], wanted["base_logits"]) < ROUNDED
-        host.throw(kernels.library, STREAM_DRAFT, given["u_draft"])
-        for kind, temperature in (("greedy", 0), ("sampled", inputs["temperature"][0])):
-            buffer("seq_temperature")[0], buffer("markov_in")[0] = temperature, anchors[given["anchor"][0]]
-            for op in drafts:
-                kernels.run(op, memory)
-            assert buffer("draft_ids")[:7, 0].tolist() == wanted[f"{kind}.tokens"].tolist()
-            assert relative(buffer("draft_logits")[:7, 0], wanted[f"{kind}.logits"]) < ROUNDED
-            if kind == "greedy":
-                sure = buffer("draft_confidence")[:7, 0]
-                assert relative(np.log(sure) - np.log1p(-sure), wanted["greedy.confidence_logits"]) < ROUNDED

@@ -31,6 +31,7 @@ template <class Stage>
 K3_DEVICE void traced(const Step& s, const OpArgs& op) { Stage::run(s, op); }
 #endif
 
+constexpr float kLog2E = 1.44269504088896340736f;   // scores times it are exponents of 2
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int tiles_of(int rows) { return ceil_div(rows, kTileRows); }
 
@@ -45,6 +46,7 @@ template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens 
 struct ProductStage : StageDefaults {
   static constexpr bool kPair = kPair_;
   static constexpr int kTiles = kTotal, kSlice = min_of(kTokens, kDecodeRows);
+  static constexpr size_t kMatrix = size_t(kTotal) * kLeaves * kSteps * kWarpSize;   // elements of its weights: where each head has a matrix, to the next one
   typedef RowAuto<kTotal, kLeaves, kSteps, kSlice <= kTokenTile ? 1 : kSlice / kTokenTile, kPair, kSms> Shape;
   typedef WideShape<kTotal, kLeaves, kSteps, max_of(kTokens, kDecodeRows)> Wide;
   static constexpr bool kIsWide = kOnce && kTokens > kDecodeRows && Wide::kFits && !(kPair && kLeaves == 1);

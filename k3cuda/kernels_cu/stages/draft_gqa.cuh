@@ -107,7 +107,7 @@ struct gqa_attend : StageDefaults {
         if (position >= begin && position <= end) {
           score = 0;
           for (int e = 0; e < kHeadDim; ++e) score = fmaf(m.query[q][e], m.key[j][e], score);
-          score *= kScoreScale * 1.44269504088896340736f;   // to base 2
+          score *= kScoreScale * kLog2E;
         }
         m.weight[q][j] = score;
       }

@@ -71,7 +71,7 @@ struct draft_mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kM
       }
       return;
     }
-    product<draft_mla_absorb, Kernel>(s, w_mla_keys(op) + size_t(head) * kTiles * kMlaKeysLeaves * kMlaKeysSteps * kWarpSize, q, kOwnMlaQDim,
+    product<draft_mla_absorb, Kernel>(s, w_mla_keys(op) + head * kMatrix, q, kOwnMlaQDim,
                                       [&](int row, int token, float v) {
                                         if (row < kKvLoraRank) out[size_t(token) * kOwnNumAttentionHeads * kMlaCacheDim + row] = float_to_bf16(v);
                                       }, kOthers);
@@ -86,9 +86,8 @@ K3_DEVICE MlaRows draft_rows(const Step& s, const OpArgs& op) { return {row_slot
 struct draft_mla_attend : mla_attend {
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    const float log2_e = 1.44269504088896340736f;
     ::mla_attend<MlaLayout, false>({draft_rows(s, op), mla_q_absorbed(s), (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
-                                      kScoreScale * log2_e, 1.0f, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s)},
+                                      kScoreScale * kLog2E, 1.0f, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s)},
                                      *(MlaSmem<MlaLayout>*)smem, [] {
                                        grid_wait();
                                        grid_launch_next();
@@ -111,7 +110,7 @@ struct draft_mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaV
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     const int head = blockIdx.y;
-    product<draft_mla_out, Kernel>(s, w_mla_values(op) + size_t(head) * kTiles * kMlaValuesLeaves * kMlaValuesSteps * kWarpSize, mla_o_latent(s) + head * kKvLoraRank,
+    product<draft_mla_out, Kernel>(s, w_mla_values(op) + head * kMatrix, mla_o_latent(s) + head * kKvLoraRank,
                                    kOwnNumAttentionHeads * kKvLoraRank, [&](int row, int token, float v) {
                                      if (row < kVHeadDim) mixer_out(s)[size_t(token) * kOwnMixerDim + head * kVHeadDim + row] = float_to_bf16(v);
                                    });

@@ -65,7 +65,7 @@ struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeys
     int head = blockIdx.y;
     const bf16* q = ::mla_q(s) + head * kMlaQkHeadDim;
     bf16* out = mla_q_absorbed(s) + head * kMlaCacheDim;
-    product<mla_absorb, Kernel>(s, w_mla_keys(op) + size_t(head) * kTiles * kMlaKeysLeaves * kMlaKeysSteps * kWarpSize, q, kOwnMlaQDim,
+    product<mla_absorb, Kernel>(s, w_mla_keys(op) + head * kMatrix, q, kOwnMlaQDim,
                        [&](int row, int token, float v) {
                          bf16* to = out + size_t(token) * kOwnNumAttentionHeads * kMlaCacheDim;
                          if (row < kKvLoraRank) to[row] = float_to_bf16(v);
@@ -89,10 +89,9 @@ struct mla_attend : StageDefaults {
   static constexpr int kBlocks = kSms, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    const float log2_e = 1.44269504088896340736f;
     const size_t first = size_t(op.first_row) * kOwnNumAttentionHeads;
     ::mla_attend<MlaLayout>({mla_rows(s, op), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
-                             rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s) + first * kKvLoraRank},
+                             rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s) + first * kKvLoraRank},
                             *(MlaSmem<MlaLayout>*)smem, [] {
       grid_wait();
       grid_launch_next();
@@ -117,7 +116,7 @@ struct mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesS
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     int head = blockIdx.y;
-    product<mla_out, Kernel>(s, w_mla_values(op) + size_t(head) * kTiles * kMlaValuesLeaves * kMlaValuesSteps * kWarpSize, mla_o_latent(s) + head * kKvLoraRank,
+    product<mla_out, Kernel>(s, w_mla_values(op) + head * kMatrix, mla_o_latent(s) + head * kKvLoraRank,
                        kOwnNumAttentionHeads * kKvLoraRank, [&](int row, int token, float v) {
                          int c = head * kVHeadDim + row;
                          if (row < kVHeadDim) mixer_out(s)[size_t(token) * kOwnKdaDim + c] = float_to_bf16(v * sigmoid(mla_out_gate(s)[size_t(token) * kOwnMlaVDim + c]));

@@ -19,11 +19,10 @@ struct mla_attend_own : StageDefaults {
   static constexpr int kBlocks = kSms, kThreads = MlaOwnLayout::kThreads, kSmem = sizeof(MlaSmem<MlaOwnLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    const float log2_e = 1.44269504088896340736f;
     grid_wait();   // before the rows are read: their own positions are of this step
     grid_launch_next();
     ::mla_attend<MlaOwnLayout, false>({mla_own_rows(s, op), mla_q_group(s) + size_t(op.first_row) * kGroupHeads * kMlaCacheDim, (const TensorMap*)s.mla_map,
-                                       op.kind_index * s.pages * kPageSize, rsqrtf(float(kMlaQkHeadDim)) * log2_e, op.kv_scale, mla_partial(s), mla_top_sum(s),
+                                       op.kind_index * s.pages * kPageSize, rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s),
                                        mla_next(s), nullptr}, *(MlaSmem<MlaOwnLayout>*)smem, [] {});
   }
 };

@@ -42,10 +42,11 @@ def start(*args, **options) -> subprocess.Popen:
 
 
 def sleeps(pid: int) -> bool:
-    """Whether a process waits in a system call, which one that has said its prompt does for keys alone. True where no Linux tells."""
+    """Whether a process waits in a system call, which one that has said its prompt does for keys alone. Where no Linux tells, time has to do."""
     try:
         return Path(f"/proc/{pid}/syscall").read_text().split()[0] not in ("running", "-1")
     except OSError:
+        time.sleep(0.3)
         return True
 
 

@@ -129,8 +129,8 @@ def test_refusals_of_a_draft(tmp_path, args, code, words):
 
 def test_a_draft_without_kernels_is_refused(tmp_path):
     windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
-    (tmp_path / "config.json").write_text(json.dumps(made_draft_json(config_of("demo"), "mla", **windows)))
-    done = CliRunner().invoke(main, ["compile", "demo", "--tp", "1", "--output", str(tmp_path / "out"), "--draft-model", str(tmp_path)])
+    (tmp_path / "config.json").write_text(json.dumps(made_draft_json(config_of("tiny-random"), "mla", **windows)))
+    done = CliRunner().invoke(main, ["compile", "tiny-random", "--tp", "1", "--output", str(tmp_path / "out"), "--draft-model", str(tmp_path)])
     assert done.exit_code == 3 and "sliding_attention" in done.stderr and not (tmp_path / "out").exists(), done.stderr
 
 

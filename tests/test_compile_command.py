@@ -85,16 +85,19 @@ def test_another_number_of_multiprocessors_is_another_cubin(filled, monkeypatch)
     assert done["cubins"][0]["folder"] not in {c["folder"] for c in found["cubins"]} and done["cubins"][0]["sms"] == 114
 
 
-@pytest.mark.parametrize("model, draft, k, width", [("tiny-random", "tiny-random-draft", 2, "drafts"), ("kimi-k3", "kimi-k3-dspark", None, "block")])
-def test_with_a_draft_backends_find_every_cubin(tmp_path, monkeypatch, model, draft, k, width):
-    """Nothing is compiled, only looked for: a target that leaves taps, its draft at every number of sequences, and what judges the drafts."""
+@pytest.mark.parametrize("model, draft, k, width, tp", [("tiny-random", "tiny-random-draft", 2, "drafts", 1), ("kimi-k3", "kimi-k3-dspark", None, "block", 16)])
+def test_with_a_draft_backends_find_every_cubin(tmp_path, monkeypatch, model, draft, k, width, tp):
+    """Nothing is compiled, only looked for: a target that leaves taps, its draft at every number of sequences, and what judges the drafts. With several
+    ranks by those of a rank that is a process."""
     monkeypatch.setattr(cuda_jit, "_run", lambda *args: (b"cubin", "", True))
-    words = ["compile", model, "--tp", "1", "--rows", "1,16,64,256", "--arch", "sm_90a", "--output", str(tmp_path / "cubin"), "--json", "--draft-model", draft, "--draft-rows", width]
+    buckets, verified = {1, 16, 64} | ({256} if tp == 1 else set()), 0
+    words = ["compile", model, "--tp", str(tp), "--rows", ",".join(map(str, buckets)), "--arch", "sm_90a", "--output", str(tmp_path / "cubin"), "--json",
+             "--draft-model", draft, "--draft-rows", width]
     done = CliRunner().invoke(main, words + (["-k", str(k)] if k else []))
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["draft_model"] == draft and Counter(c["part"] for c in found["cubins"]) >= Counter(
-        {"step": 4, "step with taps": 4, "draft": 3, "inputs and sampler": 1, "acceptance": 1})
+        {"step": len(buckets), "step with taps": len(buckets), "draft": 3, "inputs and sampler": 1, "acceptance": 1})
     monkeypatch.setenv("K3CUDA_CUBIN_DIR", str(tmp_path / "cubin"))
     monkeypatch.setattr(cuda_jit, "_run", lambda *args: pytest.fail("it compiles"))
     for module in (cuda_graphs, cuda_draft):
@@ -102,10 +105,10 @@ def test_with_a_draft_backends_find_every_cubin(tmp_path, monkeypatch, model, dr
     cfg = config_of(model)
     drafting = Drafting(SimpleNamespace(cfg=draft_config_of(draft, cfg)), k, width)
     be, own = object.__new__(CudaBackend), object.__new__(CudaDraft)
-    be.plan, be.kv_cache_dtype, be.device, be.ride, be.probes, be._kernels, be._loading = build_plan(cfg, 1, drafting.taps), "bf16", H200, True, NO_PROBES, {}, Loading()
+    be.plan, be.kv_cache_dtype, be.device, be.ride, be.probes, be._kernels, be._loading = (
+        build_plan(cfg, tp, drafting.taps), "bf16", H200, tp == 1, NO_PROBES, {}, Loading())
     own.plan, own.device, own._carry, own._building, own._kernels, own._loading = (
-        build_draft_plan(drafting.source.cfg, 1, drafting.num_drafts, drafting.block_rows), H200, None, nullcontext, {}, Loading())
-    buckets, verified = {1, 16, 64, 256}, 0
+        build_draft_plan(drafting.source.cfg, tp, drafting.num_drafts, drafting.block_rows), H200, None if tp == 1 else list, nullcontext, {}, Loading())
     for seqs in range(1, drafting.max_batch + 1):
         if (bucket := cuda_kernels.bucket_of(seqs * (drafting.num_drafts + 1))) in buckets:
             verified += 1
@@ -116,13 +119,31 @@ def test_with_a_draft_backends_find_every_cubin(tmp_path, monkeypatch, model, dr
     assert verified > 1 and all(kernels.compiled.from_cache for holder in (be, own) for kernels in holder._kernels.values())
 
 
+@pytest.mark.parametrize("ranks", ["virtual", "processes"])
+def test_with_ranks_and_a_cache_over_them(tmp_path, monkeypatch, ranks):
+    """Each way of joining them has kernels of its own, and so has a cache that they hold together."""
+    monkeypatch.setattr(cuda_jit, "_run", lambda *args: (b"cubin", "", True))
+    words = ["compile", MODEL, "--tp", "2", "--dcp", "2", "--ranks", ranks, "--rows", "8", "--arch", "sm_90a", "--output", tmp_path / "cubin", "--json"]
+    found = json.loads(CliRunner().invoke(main, list(map(str, words))).stdout)
+    assert (found["tp"], found["dcp"], found["ranks"]) == (2, 2, ranks)
+    monkeypatch.setenv("K3CUDA_CUBIN_DIR", str(tmp_path / "cubin"))
+    monkeypatch.setenv("K3CUDA_CACHE_DIR", str(tmp_path / "others"))
+    for dcp in (1, 2):
+        for ride in (False, True):
+            compiled = cuda_kernels.compile_bucket(build_plan(headdims().cfg, 2, dcp=dcp), 8, "bf16", "sm_90a", ride=ride)
+            assert compiled.from_cache == (dcp == 2 and ride == (ranks == "virtual"))
+
+
 @pytest.mark.parametrize("args, code, words", [
+    (["--rows", "8,65"], 2, "--rows: found 65, wanted at most 64 where ranks are processes"),
+    (["--dcp", "3"], 2, "dcp: found 3, wanted 1, 2, 4, 8 or 16 with a tp of 16"),
+    (["--dcp", "2", "--draft-model", "kimi-k3-dspark"], 2, "--dcp: found 2 with a draft model"),
     (["-k", "3"], 2, "num_drafts: found 3, but there is no draft model"),
     (["--draft-model", "kimi-k3-dspark", "-k", "9"], 2, "num_drafts: found 9, wanted 1 to 7"),
     (["--draft-model", "tiny-random-draft"], 3, "--draft-model tiny-random-draft: vocab_size: the draft has"),
     (["--draft-model", "kimi-k3"], 3, "kimi-k3"),
 ])
-def test_refusals_of_a_draft(tmp_path, args, code, words):
+def test_refusals(tmp_path, args, code, words):
     done = CliRunner().invoke(main, ["compile", "--output", str(tmp_path / "out"), *args])
     assert done.exit_code == code and words in done.stderr and not (tmp_path / "out").exists()
 
@@ -136,7 +157,7 @@ def test_a_draft_without_kernels_is_refused(tmp_path):
 
 def test_spills_are_refused_or_named(tmp_path, monkeypatch):
     """A step of one kernel that spills."""
-    def spilled(plan, rows, kv_cache_dtype, arch, *, sms, **options):
+    def spilled(plan, rows, kv_cache_dtype, arch, *, sms, ride, **options):
         return cuda_jit.compile_cuda(spilling(), arch, **options)
 
     monkeypatch.setattr(compile_module, "compile_bucket", spilled)

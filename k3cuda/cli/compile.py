@@ -9,6 +9,7 @@ from typing import Callable, NamedTuple
 import click
 
 from ..buffers import KV_BYTES
+from ..config import DECODE_ROWS
 from ..errors import ConfigError, DeviceError, UsageError
 from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
 from ..runtime.cuda_kernels import (GPU_SMS, ROW_BUCKETS, bucket_of, compile_accept, compile_bucket, compile_step_io, draft_buckets, no_sampler,
@@ -19,6 +20,7 @@ from .model_argument import config_of, draft_config_of
 from .output import Result, say
 
 MOST_SMS = 1024
+VIRTUAL, PROCESSES = "virtual", "processes"
 
 
 class Names(click.ParamType):
@@ -37,14 +39,19 @@ class Names(click.ParamType):
                  help="Folder to fill; it is made where it is missing. Set K3CUDA_CUBIN_DIR to it where the kernels are to run."),
     options.flag("--arch", type=Names(), default=",".join(ARCHS), show_default=True, metavar="LIST", help="Architectures."),
     options.flag("--tp", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", aliases=options.TP_ALIASES, help="Ranks the model is cut into."),
-    options.flag("--rows", type=Counts(max(ROW_BUCKETS)), default=",".join(map(str, ROW_BUCKETS)), show_default=True, help="Rows of the steps that will run."),
+    options.flag("--dcp", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", aliases=options.DCP_ALIASES,
+                 help="Ranks that will hold the MLA cache together."),
+    options.flag("--ranks", type=click.Choice([VIRTUAL, PROCESSES]), default=PROCESSES, show_default=True,
+                 help="How they will be joined: each a process, or all in one; the same for one rank."),
+    options.flag("--rows", type=Counts(max(ROW_BUCKETS)), metavar="LIST",
+                 help=f"Rows of the steps that will run.  [default: {','.join(map(str, ROW_BUCKETS))}; processes: up to {DECODE_ROWS}]"),
     options.flag("--kv-cache-dtype", type=Names(), default="bf16", show_default=True, metavar="LIST", help=f"Formats of the MLA cache: {', '.join(KV_BYTES)}."),
     options.flag("--sms", type=Counts(MOST_SMS), metavar="LIST",
                  help="Multiprocessors of the GPUs.  [default: of those that are known: "
                       + "; ".join(f"{arch} {', '.join(map(str, sms))}" for arch, sms in GPU_SMS.items()) + "]"),
     options.flag("--allow-spills", is_flag=True, help="Keep kernels that spill registers, and name them; else they are an error."),
     options.flag("--json", is_flag=True, help="One JSON document."), *options.DRAFT, options.DRAFT_ROWS)
-def compile(model, output, arch, tp, rows, kv_cache_dtype, sms, allow_spills, json, draft_model, num_speculative_tokens, draft_rows):   # noqa: A001 - the command's name
+def compile(model, output, arch, tp, dcp, ranks, rows, kv_cache_dtype, sms, allow_spills, json, draft_model, num_speculative_tokens, draft_rows):   # noqa: A001 - the command's name
     """Compile every kernel of a decode step into a folder, without a GPU. A spilled register is an error unless it is allowed.
 
     MODEL gives only the sizes, and so does a draft model, with which steps with and without it are compiled. Kernels are found again by the same
@@ -54,11 +61,14 @@ def compile(model, output, arch, tp, rows, kv_cache_dtype, sms, allow_spills, js
 
     _check_names("--arch", arch, ARCHS, REFUSED)
     _check_names("--kv-cache-dtype", kv_cache_dtype, list(KV_BYTES))
-    cfg = config_of(model)
-    plans = {"step": build_plan(cfg, tp)} | _draft_plans(cfg, tp, draft_model, num_speculative_tokens, draft_rows)
+    if dcp > 1 and draft_model is not None:
+        raise UsageError(f"--dcp: found {dcp} with a draft model, whose kernels need a cache that is whole in this version", "use a dcp of 1, or leave the draft out")
+    cfg, are_virtual = config_of(model), tp == 1 or ranks == VIRTUAL
+    buckets = _buckets(rows, max(ROW_BUCKETS) if are_virtual else DECODE_ROWS)
+    plans = {"step": build_plan(cfg, tp, dcp=dcp)} | _draft_plans(cfg, tp, draft_model, num_speculative_tokens, draft_rows)
     _make_folder(output)
     nvrtc = nvrtc_version()
-    cubins = _cubins(plans, arch, sms, sorted({bucket_of(r) for r in rows}), kv_cache_dtype)
+    cubins = _cubins(plans, arch, sms, buckets, kv_cache_dtype, ride=are_virtual)
     start, done = time.perf_counter(), []
 
     def one(cubin):
@@ -69,9 +79,9 @@ def compile(model, output, arch, tp, rows, kv_cache_dtype, sms, allow_spills, js
             + "".join(f", {kernel} spills {count} bytes" for kernel, count in spills.items()))
 
     side_by_side([partial(one, cubin) for cubin in cubins])
-    summary = {"folder": str(output), "model": model, "draft_model": draft_model, "tp": tp, "nvrtc": nvrtc, "files": len(done),
-               "bytes": sum(d["bytes"] for d in done), "compile_s": round(time.perf_counter() - start, 2),
-               "cubins": sorted(done, key=lambda d: [str(v) for v in d.values()])}
+    summary = {"folder": str(output), "model": model, "draft_model": draft_model, "tp": tp, "dcp": dcp,
+               "ranks": VIRTUAL if are_virtual else PROCESSES, "nvrtc": nvrtc, "files": len(done), "bytes": sum(d["bytes"] for d in done),
+               "compile_s": round(time.perf_counter() - start, 2), "cubins": sorted(done, key=lambda d: [str(v) for v in d.values()])}
     result = Result()
     if json:
         result.document(summary, indent=2)
@@ -108,8 +118,14 @@ def _draft_plans(cfg, tp: int, draft_model: str | None, num_drafts: int | None, 
     return {"step with taps": build_plan(cfg, tp, drafting.taps), "draft": build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
 
 
-def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes) -> list[_Cubin]:
-    """Every plan's for every kind of GPU, and an architecture's that know only the vocabulary."""
+def _buckets(rows: list[int] | None, most: int) -> list[int]:
+    if rows and max(rows) > most:
+        raise UsageError(f"--rows: found {max(rows)}, wanted at most {most} where ranks are processes", f"leave it out, or give --ranks {VIRTUAL}")
+    return sorted({bucket_of(r) for r in rows or ROW_BUCKETS if r <= most})
+
+
+def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes, ride: bool) -> list[_Cubin]:
+    """Every plan's for every kind of GPU, and an architecture's that know only the vocabulary. `ride`: as compile_bucket."""
     def keys(part, arch, sms=None, rows=None, kv=None):
         return {"arch": arch, "sms": sms, "rows": rows, "kv_cache_dtype": kv, "part": part}
 
@@ -117,7 +133,7 @@ def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes) -> list[_Cubin]:
     for arch in archs:
         for part, plan in plans.items():
             is_draft = part == "draft"   # whose own cache is BF16
-            cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_bucket, plan, rows, kv, arch, sms=n))
+            cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_bucket, plan, rows, kv, arch, sms=n, ride=ride))
                        for n in sms or GPU_SMS[arch] for kv in (["bf16"] if is_draft else kv_cache_dtypes)
                        for rows in (draft_buckets(plan, buckets) if is_draft else buckets)]
         cubins.append(_Cubin(keys("inputs and sampler", arch), partial(compile_step_io, vocab_size, arch)))

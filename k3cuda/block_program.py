@@ -5,15 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from .errors import PlanError
-from .launch_kinds import VECTOR_BYTES, Kind, Route, linked
+from .launch_kinds import MAX_TOKENS, VECTOR_BYTES, Kind, Route, linked
 from .phases import Grid, Phase, Wait
 from .schedule import Schedule, check, deal
 
 NO_SLOT = 15
 SLOTS = 4             # of the exchange, where phases read the phase before: two phases lie between clearing one and using it again
 MOST_SLOTS = 12       # where results have readers further on
-MAX_TOKENS = 8
-MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 16, 2, 3, 2   # launch_fields.cuh, launch_core.cuh
+MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 20, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,11 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
         k = kinds[number[step.name]]
         k.kind(1 << 20, 1)
         read = [latest.get(name) for name in k.reads]
-        waits = tuple(Wait(source, k.read_bytes(maker[name][1], rows)) for name, source in zip(k.reads, read) if source is not None)
-        phases.append(Phase(k.name, step.layer, k.units(grid, rows), waits, k.parts, chosen=k.is_chosen, home=k.is_home))
+        nbytes = Counter()
+        for name, source in zip(k.reads, read):
+            if source is not None:
+                nbytes[source] += k.read_bytes(maker[name][1], rows)
+        phases.append(Phase(k.name, step.layer, k.units(grid, rows), tuple(Wait(*w) for w in nbytes.items()), k.parts, chosen=k.is_chosen, home=k.home))
         sources.append(tuple(read))
         latest |= {f.name: at for f in k.fields}
     schedule = Schedule(grid, rows, tuple(phases), deal(phases, grid))
@@ -161,7 +163,7 @@ def _words(schedule: Schedule, made, sources, extra: list[int], slots: int) -> t
         slot = lambda source: NO_SLOT if source is None else taken[source]
         reads, clears = [*map(slot, sources[at]), *[NO_SLOT] * MAX_INPUTS][:MAX_INPUTS], [*map(slot, ended), *[NO_SLOT] * MAX_CLEARS][:MAX_CLEARS]
         need = max(needs.get(source, 0) for source in (at, *(w.phase for w in phase.waits)))
-        heads.append((made[at][0] | extra[at] << 8, reads[0] | reads[1] << 4 | taken.get(at, NO_SLOT) << 8 | clears[0] << 12 | clears[1] << 16,
+        heads.append((made[at][0] | extra[at] << 8, sum(slot << 4 * i for i, slot in enumerate((*reads, taken.get(at, NO_SLOT), *clears))),
                       need | sum(made[source][0] << 16 + 8 * i for i, source in enumerate(ended))))
     rows = []
     for block, program in enumerate(schedule.programs):

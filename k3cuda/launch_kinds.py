@@ -12,6 +12,7 @@ from .phases import MIX_SLICES, TILE_ROWS, Grid
 from .weights import BY_NAME, MMA_K, TREE_LEAVES, tree_leaves
 
 VECTOR_BYTES = 16     # a vector that is its own flag
+MAX_TOKENS = 8        # rows of a launch at most
 BYTES = {"bf16": 2, "f32": 4}
 VECTOR = VECTOR_BYTES // BYTES["bf16"]   # BF16 values of it
 
@@ -53,7 +54,7 @@ class Kind:
     reads: tuple[str, ...] = field(default=(), kw_only=True)
     fields: tuple[Field, ...] = field(default=(), kw_only=True)
     parts = 1          # blocks of a cluster that share a unit
-    is_home = False    # unit i is of block i in every phase: what it leaves there is found again
+    home = None        # of its first unit, a block: the others follow (phases.Phase)
     is_chosen = False  # which weights it reads is known when experts are chosen
     of_items = False   # its results are rows of (row, place) pairs
 
@@ -112,7 +113,7 @@ class ForcedChoice(Kind):
     """A choice of experts that lies in memory, made beforehand."""
 
     values: int   # of the field that it waits for, F32
-    is_home = True
+    home = 0
 
     def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
         return (0,) * grid.sms
@@ -127,7 +128,7 @@ class Route(Kind):
 
     experts: int
     top_k: int
-    is_home = True
+    home = 0
 
     def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
         return (0,) * grid.sms
@@ -214,7 +215,7 @@ class Mix(Kind):
     n: int
     rank_parts: int
     blocks: int
-    is_home = True
+    home = 0
 
     @property
     def leaves(self) -> int:
@@ -235,6 +236,25 @@ class Mix(Kind):
         if self.n // self.slices % VECTOR:
             raise PlanError(f"{self.name} has slices of {self.n // self.slices} values; wanted multiples of {VECTOR}")
         return f"{self.round}<LaunchMixShape<{self.n}, {self.leaves}, {self.rank_parts}, {self.blocks}, {self.slices}, {most}>>"
+
+
+@dataclass(frozen=True)
+class Kda(Kind):
+    """The middle of KDA over `heads` heads of this rank: a head of a sequence, which a row opens, is a unit. State and records lie in memory."""
+
+    heads: int
+    dim: int
+    width: int   # of the conv
+    home = MAX_TOKENS * MIX_SLICES   # blocks that have no slices of mixes, where there are enough
+
+    def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
+        return (0,) * (rows * self.heads)
+
+    def read_bytes(self, source: Field, rows: int) -> int:
+        return source.nbytes * rows // (1 if self.reads.index(source.name) == 0 else self.heads)   # the low-rank decay is every head's
+
+    def kind(self, copy: int, most: int) -> str:
+        return f"LaunchKda<{self.dim}, {self.width}, {self.heads}>"
 
 
 def _out(firsts: tuple[int, ...], fields: tuple[Field, ...]) -> str:

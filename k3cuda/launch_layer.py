@@ -1,10 +1,9 @@
-"""A KDA and MoE layer of one rank as phases of a single launch: mixes, products, the choice, experts and their norm. The middle of KDA is missing: what it
-would make of kda_in's results is their first values."""
+"""A KDA and MoE layer of one rank as phases of a single launch: mixes, products, the middle of KDA, the choice, experts and their norm."""
 from dataclasses import replace
 
 from .block_program import Step
 from .config import K3Config
-from .launch_kinds import CLOSED, Field, ForcedChoice, Kind, Mix, Route, experts, linked, mix_rounds, own_tiles, product
+from .launch_kinds import CLOSED, Field, ForcedChoice, Kda, Kind, Mix, Route, experts, mix_rounds, own_tiles, product
 from .phases import TILE_ROWS
 from .plan import Plan
 
@@ -21,7 +20,10 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
     dims = cfg.dims()
     hidden, latent, blocks = dims["hidden_size"], dims["routed_expert_hidden_size"], dims["num_res_blocks"]
     shared_tiles, router_tiles = 2 * own_tiles(cfg, tp, "shared_gate_proj")[0], own_tiles(cfg, tp, "router")[0]
-    kda_in, o_proj = linked(tuple(product(cfg, tp, cluster, name) for name in ("kda_in", "o_proj")))
+    heads, dim = dims["kda_num_heads"] // tp, dims["kda_head_dim"]
+    low_rank_tiles, beta_tiles, head_tiles = (own_tiles(cfg, tp, name)[0] for name in ("kda_f_a_proj", "kda_b_proj", "kda_q_proj"))
+    qkv_at = low_rank_tiles + beta_tiles
+    betas = -(-heads // 4) * 4   # whole vectors, of a tile
     stacked = lambda name, n: Field(name, "f32", n, n * rank_parts)
     gathered = lambda name, dtype, n: Field(name, dtype, n // tp, n)
     up, down = experts(cfg, tp, cluster)
@@ -31,9 +33,12 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
     ffn_closed, *ffn_mix = mix_rounds("ffn_mix", hidden, rank_parts, blocks, "attn_parts", Field("ffn_in", "bf16", hidden, hidden))
     return (
         *mix_rounds("attn_mix", hidden, 1, blocks, INPUT, Field("attn_in", "bf16", hidden, hidden)),
-        at(kda_in, "attn_in", *kda_in.fields),
+        product(cfg, tp, cluster, "kda_in", reads=("attn_in",), firsts=(0, low_rank_tiles, qkv_at, qkv_at + 3 * head_tiles),
+                fields=(gathered("kda_f_a", "bf16", dim), Field("kda_beta", "f32", betas, betas), Field("kda_qkv", "bf16", 3 * heads * dim, 3 * heads * dim),
+                        Field("kda_out_gate", "f32", heads * dim, heads * dim))),
         ffn_closed,   # while kda_in's results are on their way
-        at(o_proj, "kda_in", stacked("attn_parts", hidden)),
+        Kda("kda_mix", heads, dim, dims["conv_width"], reads=("kda_f_a", "kda_beta", "kda_qkv", "kda_out_gate"), fields=(Field("mixer_out", "bf16", heads * dim, heads * dim),)),
+        product(cfg, tp, cluster, "o_proj", reads=("mixer_out",), fields=(stacked("attn_parts", hidden),)),
         *ffn_mix,
         product(cfg, tp, cluster, "moe_in", reads=("ffn_in",), firsts=(0, shared_tiles, shared_tiles + router_tiles),
                 fields=(Field("shared_gate_up", "f32", shared_tiles * TILE_ROWS, shared_tiles * TILE_ROWS), gathered("router_logits", "f32", dims["num_experts"]),

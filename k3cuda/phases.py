@@ -71,7 +71,7 @@ class Phase:
     """`units`: bytes from memory of each unit. `parts`: unit i is of part i % parts.
 
     `chosen`: which weights it reads is chosen in this step, by what the first chosen phase of the layer waits for.
-    `home`: unit i is of block i, modulo the blocks, whatever that block reads: it finds what it left there in an earlier phase.
+    `home`: unit i is of block home + i, modulo the blocks, whatever that block reads: it finds what it left there in an earlier phase.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Phase:
     parts: int = 1
     steps: int = 0          # k-steps of the longest chain of tensor products in a unit
     chosen: bool = False
-    home: bool = False
+    home: int | None = None
     does: tuple[str, ...] = ()   # stages, and parts of them, whose own work is on its way
 
     def __str__(self):

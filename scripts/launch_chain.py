@@ -9,7 +9,8 @@ import cupy as cp
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/gpu"))
-from launch_standard import NOT_THERE, Standard, Struct, stored  # noqa: E402
+from core_kernels import KdaMix  # noqa: E402
+from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, stored  # noqa: E402
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
@@ -64,10 +65,22 @@ class Chain:
         self.words, self.result = cp.asarray(p.words), cp.zeros((case.rows, p.output_vectors * 4), cp.uint32)
         self.choices = bench.choices(case, p)
         self.on_device = {layer: cp.asarray(made.view(np.uint8)) for layer, made in self.choices.items()}
-        self.weights = {made: self.on_device[made[1]] if isinstance(p.kinds[made[0]], lk.ForcedChoice) else bench.weights_of(p.kinds[made[0]], made[1]) for made in dict.fromkeys(p.weights)}
+        self.kdas, self.kda_arrays = {}, {}
+        self.weights = {made: self.weights_of(p.kinds[made[0]], made[1]) for made in dict.fromkeys(p.weights)}
         self.places = cp.asarray([self.weights[made].data.ptr for made in p.weights], dtype=cp.uint64)
         self.exchange, self.counts = cp.full((p.slots, p.slot_vectors * 4), NOT_THERE, cp.uint32), cp.zeros(ls.COUNT_BYTES // 4, cp.uint32)
         self.x = bench.input(case, p)
+
+    def weights_of(self, k, layer):
+        """What a phase's weights point to, on the device."""
+        if isinstance(k, lk.ForcedChoice):
+            return self.on_device[layer]
+        if not isinstance(k, lk.Kda):
+            return self.bench.weights_of(k, layer)
+        made = self.kdas[layer] = KdaLayer(k, self.case.rows, (SEED, layer))
+        values = made.fields(self.case.rows, k.heads, eps=self.bench.cfg.rms_norm_eps, **made.records)
+        arrays = self.kda_arrays[layer] = {n: cp.asarray(v) for n, v in values.items() if isinstance(v, np.ndarray)}
+        return cp.asarray(np.frombuffer(KdaMix(**values | {n: v.data.ptr for n, v in arrays.items()}), np.uint8))
 
     def fits(self, source):
         """(blocks that are resident at once, clusters that the device says fit)."""
@@ -109,7 +122,9 @@ class Chain:
         for prefetch in (0, 8):
             record = self.recorded(window, waiting_window, prefetch)
             hidden, blocks = bench.hidden_before.get(), bench.blocks_before.get()
-            for _, name, wrong, _ in standard.walk(device, record, self.weights, self.x.get(), hidden, blocks, bench.mixes, self.choices):
+            for layer, made in self.kdas.items():
+                made.records = {n: self.kda_arrays[layer][n].get() for n in made.records}
+            for _, name, wrong, _ in standard.walk(device, record, self.weights, self.x.get(), hidden, blocks, bench.mixes, self.choices, self.kdas):
                 differ[name] = differ.get(name, 0) + wrong
             differ["prefix sums"] = differ.get("prefix sums", 0) + int((bench.hidden.get() != hidden).sum() + (bench.blocks.get() != blocks).sum())
             last, result = standard.made(p.phases - 1)[0], self.result.get()

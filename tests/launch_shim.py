@@ -1,17 +1,23 @@
 """Programs of a single launch under g++: small ones with random weights, a launch of one, and a device for the standard path's kernels beside it."""
 import ctypes
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import core_units as u
 import numpy as np
 from shim import host
 
-from k3cuda import block_program as bp
-from k3cuda import launch_kinds as lk
-from k3cuda import launch_source as ls
-from k3cuda.launch_kinds import Field
-from k3cuda.launch_layer import layer_steps
-from k3cuda.phases import Grid
+sys.path.append(str(Path(__file__).parent / "gpu"))
+from core_kernels import KdaMix  # noqa: E402
+from launch_standard import KdaLayer  # noqa: E402
+
+from k3cuda import block_program as bp  # noqa: E402
+from k3cuda import launch_kinds as lk  # noqa: E402
+from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.launch_kinds import Field  # noqa: E402
+from k3cuda.launch_layer import layer_steps  # noqa: E402
+from k3cuda.phases import Grid  # noqa: E402
 
 SITU, ROUTED_SCALE, NORM_EPS = (1.5, 2.5), 1.25, 1e-5
 NOT_THERE = 0x80008000
@@ -19,6 +25,7 @@ NOT_THERE = 0x80008000
 
 EXPERTS, TOP_K, BLOCKS = 16, 4, 3
 HIDDEN, LATENT, RANKS, CLOSED, BLOCK_ROWS = 512, 96, 4, 3, 9   # values of a row, ranks, closed blocks at most, rows that those have room for
+HEADS, DIM = 2, 128
 PRODUCTS = (lk.Product("wide", 7, 16, 2), lk.Product("one_leaf", 33, 1, 6), lk.Product("two", 5, 2, 4))
 UP, DOWN = lk.ExpertUp("up", 4, 4, 3), lk.ExpertDown("down", 6, 2)
 WITH_EXPERTS = (PRODUCTS[0], lk.ForcedChoice("choice", EXPERTS), UP, DOWN)
@@ -30,9 +37,11 @@ def small_layer():
     closed, *ffn_mix = lk.mix_rounds("ffn_mix", HIDDEN, RANKS, CLOSED, "attn_parts", Field("ffn_in", "bf16", HIDDEN, HIDDEN))
     return (
         *lk.mix_rounds("attn_mix", HIDDEN, 1, CLOSED, "ffn_out", Field("attn_in", "bf16", HIDDEN, HIDDEN)),
-        kind(lk.Product("kda_in", 5, 16, 2), "attn_in", Field("kda_in", "bf16", 80, 80)),
+        kind(lk.Product("kda_in", 67, 16, 2), "attn_in", Field("kda_f_a", "bf16", DIM // RANKS, DIM), Field("kda_beta", "f32", 4, 4),
+             Field("kda_qkv", "bf16", 3 * HEADS * DIM, 3 * HEADS * DIM), Field("kda_out_gate", "f32", HEADS * DIM, HEADS * DIM), firsts=(0, 2, 3, 51)),
         closed,
-        kind(lk.Product("o_proj", HIDDEN // 16, 1, 4), "kda_in", Field("attn_parts", "f32", HIDDEN, HIDDEN * RANKS)),
+        lk.Kda("kda_mix", HEADS, DIM, 4, reads=("kda_f_a", "kda_beta", "kda_qkv", "kda_out_gate"), fields=(Field("mixer_out", "bf16", HEADS * DIM, HEADS * DIM),)),
+        kind(lk.Product("o_proj", HIDDEN // 16, 1, 16), "mixer_out", Field("attn_parts", "f32", HIDDEN, HIDDEN * RANKS)),
         *ffn_mix,
         kind(lk.Product("moe_in", 11, 16, 2), "ffn_in", Field("shared_gate_up", "f32", 64, 64), Field("router_logits", "f32", EXPERTS // RANKS, EXPERTS),
              Field("moe_latent", "bf16", 96, UP.inputs), firsts=(0, 4, 5)),
@@ -65,7 +74,7 @@ class Case:
         top_k = TOP_K if any(isinstance(k, lk.ExpertUp) for k in kinds) else 0
         self.program = p = bp.program(kinds, small_steps(kinds), rows, grid, top_k, slots=10) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
         self.library = host.build(ls.source(p, ring=24 * 1024, copy=2048), ["product_chain"], folder)
-        self.rng, self.weights, self.mixes, self.choices = np.random.default_rng(seed), {}, {}, {}
+        self.rng, self.weights, self.mixes, self.choices, self.kdas = np.random.default_rng(seed), {}, {}, {}, {}
         self.hidden = self.rng.standard_normal((BLOCK_ROWS, HIDDEN)).astype(np.float32)
         self.blocks = np.full((CLOSED, BLOCK_ROWS, HIDDEN), np.nan, np.float32)   # closed ones are made in the launch
         for kind, layer in dict.fromkeys(p.weights):
@@ -91,6 +100,10 @@ class Case:
             ids = np.stack([rng.permutation([0, *rng.permutation(np.arange(1, EXPERTS))[:TOP_K - 1]]) for _ in range(self.rows)])
             self.choices[layer] = ls.choice(ids, rng.random(ids.shape), self.program.tokens)
             return self.choices[layer].view(np.uint8)
+        if isinstance(k, lk.Kda):
+            made = self.kdas[layer] = KdaLayer(k, self.rows, (layer, self.rows))
+            values = made.fields(self.rows, k.heads, eps=NORM_EPS, **made.records)
+            return np.frombuffer(KdaMix(**{n: v.ctypes.data if isinstance(v, np.ndarray) else v for n, v in values.items()}), np.uint8)
         name = k.name.split("_closed")[0].split("_sums")[0]
         if (name, layer) not in self.mixes:
             self.mixes[name, layer] = (rng.standard_normal(k.n) / np.sqrt(k.n)).astype(np.float32), u.to_bf16(1 + 0.3 * rng.standard_normal(k.n))

@@ -4,28 +4,26 @@ The shim runs logic, not the machine: one block a cluster. Clusters, bytes and t
 """
 import ctypes
 import multiprocessing
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
-from launch_shim import BLOCKS, NORM_EPS, NOT_THERE, PRODUCTS, RANKS, ROUTED_SCALE, SITU, TOP_K, WITH_EXPERTS, Case, HostDevice, small_layer
+from launch_shim import BLOCKS, NORM_EPS, NOT_THERE, PRODUCTS, RANKS, ROUTED_SCALE, SITU, TOP_K, WITH_EXPERTS, Case, HostDevice, small_layer  # first: it finds tests/gpu
+from kda_case import Kda
+from launch_standard import KDA_WEIGHTS, Standard, of_bf16
 from models import relative
 from shim import host
 
-sys.path.insert(0, str(Path(__file__).parent / "gpu"))
-from launch_standard import Standard, of_bf16  # noqa: E402
-
-from k3cuda import block_program as bp  # noqa: E402
-from k3cuda import launch_kinds as lk  # noqa: E402
-from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
-from k3cuda.errors import PlanError  # noqa: E402
-from k3cuda.launch_layer import layer_kinds, layer_steps  # noqa: E402
-from k3cuda.phases import Grid  # noqa: E402
-from k3cuda.plan import build_plan  # noqa: E402
-from k3cuda.reference import FUNCTIONS  # noqa: E402
-from k3cuda.reference.numerics import Numerics  # noqa: E402
+from k3cuda import block_program as bp
+from k3cuda import launch_kinds as lk
+from k3cuda.config import RELEASED_FOLDER, K3Config
+from k3cuda.errors import PlanError
+from k3cuda.launch_layer import layer_kinds, layer_steps
+from k3cuda.phases import Grid
+from k3cuda.plan import build_plan
+from k3cuda.reference import FUNCTIONS
+from k3cuda.reference.numerics import Numerics
 
 shim = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 
@@ -42,7 +40,7 @@ class Walked:
         folder.mkdir()
         library = host.build(self.standard.text, self.standard.kernels, folder)
         self.differ = {}
-        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices):
+        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices, case.kdas):
             before = self.differ.get(name, (0, 0))
             self.differ[name] = before[0] + wrong, before[1] + values
         self.hidden, self.blocks = hidden, blocks
@@ -103,10 +101,17 @@ def test_a_layers_own_phases_against_the_reference(tmp_path):
             FUNCTIONS["route"](numbers, SimpleNamespace(e_score_correction_bias=case.weights[kind, layer], shared_down_proj=np.zeros((1, 1), np.float32)), b, None)
             words = walked.record[phase][:3 * 2 * TOP_K].reshape(3, 2, TOP_K)
             assert (words[:, 0] == b.expert_ids).all() and relative(words[:, 1].copy().view(np.float32), b.expert_weights) < 1e-6
+        elif isinstance(k, lk.Kda):
+            at, bf16 = case.kdas[layer], lambda bits: bits.view(ml_dtypes.bfloat16)
+            x = {"qkv": bf16(read(2)).reshape(3, 3, -1), "f_a": bf16(read(0)), "beta": at.records["beta"], "out_gate": read(3)}
+            model = SimpleNamespace(heads=k.heads, w={n: getattr(at, n)[None] for n in KDA_WEIGHTS} | {"f_b": bf16(at.f_b)[None]})
+            want = Kda.reference(model, at.slots, x, (at.state[None], bf16(at.conv)[None]))
+            assert relative(at.records["beta"], 1 / (1 + np.exp(-read(1)[:, :k.heads]))) < 1e-6 and relative(of_bf16(made[0]), want["out"]) < 3e-3
+            assert all(relative(at.records[n], want[n]) < 1e-5 for n in ("k", "v", "decay"))
         else:
             continue
         seen.add(k.name.removesuffix("_sums"))
-    assert seen == {"attn_mix", "ffn_mix", "route", "routed_norm"}
+    assert seen == {"attn_mix", "kda_mix", "ffn_mix", "route", "routed_norm"}
     assert relative(case.hidden[:3], hidden) < 1e-6 and relative(case.blocks[:2, :3], blocks[:2]) < 1e-6
 
 
@@ -145,7 +150,8 @@ def words_of(program):
         for _ in range(program.phases):
             head, slots, ends = map(int, words[at:at + 3])
             units = head >> 16
-            out.append((head & 255, head >> 8 & 255, [slots & 15, slots >> 4 & 15], slots >> 8 & 15, [slots >> 12 & 15, slots >> 16 & 15], ends & 0xFFFF,
+            slots = [slots >> 4 * i & 15 for i in range(bp.MAX_INPUTS + 1 + bp.MAX_CLEARS)]
+            out.append((head & 255, head >> 8 & 255, slots[:bp.MAX_INPUTS], slots[bp.MAX_INPUTS], slots[bp.MAX_INPUTS + 1:], ends & 0xFFFF,
                         [int(unit) for unit in words[at + 3:at + 3 + units]]))
             at += 3 + units
         yield out
@@ -160,8 +166,8 @@ def test_programs_of_the_released_shapes(cluster, rows):
     assert [(p.tiles, p.leaves, p.steps) for p in products] == [(194, 16, 28), (448, 1, 48), (66, 16, 28), (28, 16, 14)]
     done, used = {}, np.zeros((program.phases, bp.SLOTS), int)
     for phases in words_of(program):
-        for phase, (kind, _, (slot_in, none), slot_out, cleared, needs, tiles) in enumerate(phases):
-            assert kind == phase % 4 and needs < phase + 1 and slot_in != slot_out and none == bp.NO_SLOT
+        for phase, (kind, _, (slot_in, *none), slot_out, cleared, needs, tiles) in enumerate(phases):
+            assert kind == phase % 4 and needs < phase + 1 and slot_in != slot_out and set(none) == {bp.NO_SLOT}
             assert cleared == [slot_in, bp.NO_SLOT]           # a chain: the next phase is the only reader
             for tile in tiles:
                 done[phase, tile] = done.get((phase, tile), 0) + 1
@@ -182,7 +188,7 @@ def test_the_program_of_a_released_layer(rows):
     kinds = layer_kinds(cfg, 16, 2, rank_parts=16, forced=False)
     steps = layer_steps(build_plan(cfg, 16), kinds, range(11, 15))   # the thirteenth layer opens a block
     program = bp.program(kinds, steps, rows, Grid(sms=132, cluster=2), 16, slots=10)
-    assert {k.name: program.most[i] for i, k in enumerate(kinds) if isinstance(k, lk.Mix)} == {k.name: 1 for k in kinds if isinstance(k, lk.Mix)}
+    assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (lk.Mix, lk.Kda)))
     assert [s.extra for s in steps if s.name == "attn_mix"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix"] == [1, 2, 2, 2]
     homes = {}
     for block, phases in enumerate(words_of(program)):
@@ -200,6 +206,7 @@ def test_the_program_of_a_released_layer(rows):
                 owner[out] = phase
             if isinstance(k, lk.Mix):
                 homes.setdefault((k.n, k.blocks), {}).setdefault(block, set()).add(tuple(units))
+            assert not (isinstance(k, lk.Kda) and units and block < 8 * rows)   # elsewhere than mixes
         assert all(left is None for left in owner.values())                # everything is cleared in the end
     assert all(len(units) == 1 for of_blocks in homes.values() for units in of_blocks.values())
     for a, b in zip(steps, steps[1:]):

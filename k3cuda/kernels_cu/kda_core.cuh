@@ -200,9 +200,9 @@ K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part,
   }
 }
 
-// Norm over the head first, output gate second. `turn` counts batches.
-template <class S>
-K3_DEVICE void kda_finish(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int head, int part, int first, int n, int turn) {
+// Norm over the head first, output gate second: store(row, value's place in the slice, value), rows counted from the batch's first. `turn` counts batches.
+template <class S, class Store, class Team = WholeBlock>
+K3_DEVICE void kda_gated_norm(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int part, int n, int turn, Store&& store, const Team& team = {}) {
   float(&squares)[S::kBatch][S::kSplit] = m.squares[turn & 1];
   constexpr int kLane = S::kSlice >= kWarpSize ? S::kSlice / kWarpSize : 1;
   for (int row = warp_id(); row < n; row += S::kWarps) {
@@ -222,16 +222,35 @@ K3_DEVICE void kda_finish(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)
     if (threadIdx.x == 0) inbox_expect(m.inbox + (turn & 1), n * S::kSplit * sizeof(float));
     inbox_wait(m.inbox + (turn & 1), turn / 2 & 1);
   } else {
-    __syncthreads();
+    team.sync();
   }
   K3_UNROLL
   for (int i = 0; i < S::kGates; ++i) {
     int at = threadIdx.x + i * S::kThreads, row = at / S::kSlice, c = at % S::kSlice;
     if (row >= n) break;
     float inv = inverse_sqrt(tree_sum<S::kSplit>(squares[row], 1) * (1.0f / S::kDim) + a.eps);
-    a.out[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + c] =
-        float_to_bf16(m.o[row][c] * inv * m.norm[c] * sigmoid(gate[i]));
+    store(row, c, m.o[row][c] * inv * m.norm[c] * sigmoid(gate[i]));
   }
+}
+
+template <class S>
+K3_DEVICE void kda_finish(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int head, int part, int first, int n, int turn) {
+  kda_gated_norm<S>(a, m, gate, part, n, turn, [&](int row, int c, float v) {
+    a.out[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + c] = float_to_bf16(v);
+  });
+}
+
+// A batch's rows through the state, one behind the other. Who holds it.
+template <class S>
+K3_DEVICE void kda_recur(KdaState<S>& state, KdaMixSmem<S>& m, int n) {
+  float o[S::kCols] = {};
+  for (int r = 0; r < n; ++r) {
+    state.template advance<true>(m.k[r], m.fade[r], m.v[r], m.beta[r], o);
+    if (r) state.put(o, m.o[r - 1]);
+    state.partial(m.q[r], o);
+  }
+  state.template fold<false>(o, o);
+  state.put(o, m.o[n - 1]);
 }
 
 // Block `part` of the cluster of `head`, for the sequence whose oldest row of this step is `first`; a block of another row, or
@@ -282,16 +301,7 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     kda_decay<S>(a, m, scale, head, part, row, n);
     kda_l2norm<S>(a, m, head, part, row, n);
     __syncthreads();
-    if (holder) {
-      float o[S::kCols] = {};
-      for (int r = 0; r < n; ++r) {
-        state.template advance<true>(m.k[r], m.fade[r], m.v[r], m.beta[r], o);
-        if (r) state.put(o, m.o[r - 1]);
-        state.partial(m.q[r], o);
-      }
-      state.template fold<false>(o, o);
-      state.put(o, m.o[n - 1]);
-    }
+    if (holder) kda_recur<S>(state, m, n);
     __syncthreads();
     kda_finish<S>(a, m, gate, head, part, row, n, done / S::kBatch);
   }

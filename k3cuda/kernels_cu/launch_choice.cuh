@@ -112,7 +112,7 @@ struct LaunchRoute {
       const int i = block.me.thread(), row = i / kTopK, place = i % kTopK;
       if (i < block.a.rows * kTopK) to[row * 2 * kTopK + place] = room.ids[i], to[(row * 2 + 1) * kTopK + place] = __float_as_uint(choice.weight[i]);
     }
-    list_experts<List<kTokens>>(room.ids, nullptr, block.a.rows, {&choice.list.entries, &choice.list.items, choice.list.entry, choice.list.item}, room.list, [] {}, block.team());
+    list_experts<List<kTokens>>(room.ids, nullptr, block.a.rows, {&choice.list.entries, &choice.list.items, choice.list.entry, choice.list.item}, room.list, [] {}, Consumers());   // a team anew: what it is made of is kept in registers otherwise
     finish_choice(block);
   }
 };

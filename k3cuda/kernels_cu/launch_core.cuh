@@ -5,7 +5,7 @@
 // clears; then the units: tiles, or slices of rows. kNoSlot: the launch's input, its result, nothing to clear.
 #pragma once
 #include "launch_experts.cuh"
-#include "launch_mix.cuh"
+#include "launch_kda.cuh"
 
 // Kinds of phases, by their place in the program's words.
 template <class... P> struct LaunchKinds;
@@ -33,9 +33,9 @@ constexpr int kReceiveBatch = 2;
 constexpr int kReceiveBatch = 4;
 #endif
 
-constexpr int kMaxKinds = 16;
+constexpr int kMaxKinds = 20;
 struct LaunchArgs {
-  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, LaunchChoice or the router's bias of other phases
+  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchChoice or the router's bias of other phases
   const u32* programs;     // [block][words]
   const uint4* input;      // [rows][row of the first phase], BF16 without kNotThere
   uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
@@ -207,19 +207,22 @@ struct LaunchBlock {
 
 // Kinds of phases must not keep registers of one another's: each begins with a block that the compiler knows nothing of.
 template <class S>
-K3_DEVICE void launch_consume(u8* smem, int phases) {
+K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
   if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::kProgramAt};
   __syncwarp();
 #pragma unroll 1
-  for (int phase = 0; phase < phases; ++phase) {
+  for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
     ConsumerCounts* kept = (ConsumerCounts*)(block.smem + S::kCountsAt) + block.me.warp;
     block.counts = *kept;
     const u32* words = (const u32*)(block.smem + block.counts.at);
-    block.consume(words, phase);
-    block.counts.at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
     __syncwarp();
-    if (block.me.lane == 0) *kept = block.counts;
+    if (block.me.lane == 0) kept->at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
+    block.consume(words, phase);
+    __syncwarp();
+    const Me me;   // anew: no register keeps where the counts lie
+    kept = (ConsumerCounts*)(smem + unknown_zero() + S::kCountsAt) + me.warp;
+    if (me.lane == 0) kept->copies = block.counts.copies, kept->turns = block.counts.turns, kept->expert_turns = block.counts.expert_turns;
     __syncwarp();
   }
 }
@@ -228,7 +231,7 @@ template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   LaunchBlock<S> block(smem);
   block.begin(a);
-  if (warp_id() < kConsumers) launch_consume<S>(smem, block.a.phases);
+  if (warp_id() < kConsumers) launch_consume<S>(a, smem);
   else if (warp_id() == kJanitor) block.tidy();
   else block.produce();
   if constexpr (S::kCluster > 1) {

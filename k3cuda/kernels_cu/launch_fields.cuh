@@ -3,7 +3,7 @@
 #include "launch_exchange.cuh"
 
 constexpr u32 kNoSlot = 15;
-constexpr int kMaxInputs = 2, kMaxFields = 3, kMaxClears = 2;
+constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2;
 
 // In 16-byte vectors. A field begins at vector `at` of a row of its slot; of the `width` vectors that are made `copies` are written behind one
 // another, as far as `limit` reaches. own: where it begins in a row of the record.
@@ -25,8 +25,8 @@ struct ProgramPhase {
   K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), extra(at[0] >> 8 & 255), units(at[0] >> 16), slots(at[1]), ends(at[2]), tiles(at + 3) {}
   K3_DEVICE const u32* next() const { return tiles + units; }
   K3_DEVICE u32 in(int i) const { return slots >> 4 * i & 15; }
-  K3_DEVICE u32 out() const { return slots >> 8 & 15; }
-  K3_DEVICE u32 clear(int i) const { return slots >> 4 * (3 + i) & 15; }   // a slot
+  K3_DEVICE u32 out() const { return slots >> 4 * kMaxInputs & 15; }
+  K3_DEVICE u32 clear(int i) const { return slots >> 4 * (kMaxInputs + 1 + i) & 15; }   // a slot
   K3_DEVICE int cleared(int i) const { return ends >> 8 * (2 + i) & 255; }  // which kind's results lie there
   K3_DEVICE u32 needs() const { return ends & 0xffff; }
 };

@@ -11,6 +11,9 @@ from k3cuda.block_program import BlockProgram
 
 NOT_THERE = 0x80008000
 ROUTE_THREADS, MIX_THREADS = 128, 448
+KDA_WEIGHTS = ("f_b", "a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm")
+KDA_RECORDS = ("qkv", "k", "v", "decay", "beta")   # what a commit replays
+LOWER_BOUND, L2_EPS = -5.0, 1e-6
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,24 @@ class Struct:
 
     kind: type
     values: dict
+
+
+class KdaLayer:
+    """Random weights, states and records of a rank's KDA layer, and the rows that a step has of its sequences; arrays are NumPy's."""
+
+    def __init__(self, k, rows, seed):
+        g, c, slots = np.random.default_rng(seed), k.heads * k.dim, rows + 2
+        f32 = lambda *shape, scale=1.0, shift=0.0: (g.standard_normal(shape) * scale + shift).astype(np.float32)
+        self.slots = np.sort(g.integers(0, max(rows // 2, 1), rows)).astype(np.int32)[::-1].copy()   # neighbours are of one sequence
+        self.f_b, self.a_log, self.dt_bias, self.o_norm = stored(f32(c, k.dim, scale=0.1), "bf16"), f32(k.heads, scale=0.5), f32(c, scale=2, shift=-1), f32(k.dim, scale=0.3, shift=1)
+        self.q_conv, self.k_conv, self.v_conv = (f32(c, k.width, scale=0.5) for _ in range(3))
+        self.state, self.conv = f32(slots, k.heads, k.dim, k.dim, scale=0.3), stored(f32(slots, 3, k.width - 1, c), "bf16")
+        self.records = {"qkv": np.zeros((rows, 3, c), np.uint16), "beta": np.zeros((rows, k.heads), np.float32), **{n: np.zeros((rows, c), np.float32) for n in ("k", "v", "decay")}}
+
+    def fields(self, rows, heads, **more):
+        """Of a KdaMix, but what comes from kda_in and what it writes."""
+        return {"row_slot": self.slots, "rows": rows, "heads": heads, "state": self.state, "conv_state": self.conv, **{n: getattr(self, n) for n in KDA_WEIGHTS},
+                "lower_bound": LOWER_BOUND, "l2_eps": L2_EPS} | more
 
 
 def of_bf16(bits):
@@ -41,14 +62,15 @@ class Standard:
     def __init__(self, program: BlockProgram, sms: int, clusters: bool, situ, routed_scale: float, norm_eps: float):
         self.program, self.sms, self.clusters, self.scalars = program, sms, clusters, (situ, routed_scale, norm_eps)
         self.norms = {k.name: (k.n, k.leaves, k.rank_parts, k.blocks, k.slices if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, lk.Mix)}
-        text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "norm_core.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
+        text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "kda_core.cuh"\n#include "norm_core.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
         for k in program.kinds:
             text += self._source(k)
-        self.kernels.append("activate")
+        self.kernels += ["activate", "sigmoids"]
         self.text = text + """extern "C" __global__ void activate(const float* gate, const float* up, float b, float c, bf16* act) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   act[i] = float_to_bf16(situ(gate[i], up[i], b, c));
 }
+extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] = sigmoid(x[threadIdx.x]); }
 """
 
     def _source(self, k) -> str:
@@ -63,7 +85,7 @@ class Standard:
             up_warps, down_warps = (min(k.leaves, 8), 16) if self.clusters else (k.leaves, 4)
             return (f"typedef ExpertList<{tokens * top_k}> items;\ntypedef ExpertUpShape<{k.leaves}, {k.groups}, items, {max(tokens, 2)}, {up_warps}, 62 * 1024> up_shape;\n"
                     f"typedef ExpertDownShape<1, {down.groups}, items, {tokens}, {top_k}, {down_warps}> down_shape;\nK3_BENCH_EXPERTS(experts, 1, 1, up_shape, down_shape)\n")
-        kernel = None
+        kernel = self._kda_kernel()[0] if isinstance(k, lk.Kda) else None
         if isinstance(k, lk.Mix) and k.round == lk.OUT:
             kernel = ck.norm_row(*self.norms[k.name])
         if isinstance(k, lk.Route):
@@ -73,23 +95,30 @@ class Standard:
         self.kernels.append(kernel.name)
         return kernel.source
 
-    def walk(self, device, record, weights, first, hidden, blocks, mixes, choices):
+    def _kda_kernel(self):
+        """The stage's, and in how many blocks a head is."""
+        return (ck.kda_mix(2, 2, 256), 2) if self.clusters else (ck.kda_mix(1, 4, 512), 1)
+
+    def walk(self, device, record, weights, first, hidden, blocks, mixes, choices, kdas):
         """Every phase from what the launch recorded. Yields (phase, name, differing values, values) of those that have a kernel here.
 
         Args:
             record: uint32 [phases, record_vectors * 4]. weights: (kind, layer) -> what the device runs kernels on.
             first: the launch's input, as words [rows, n]. hidden, blocks: before the launch, F32; afterwards as they must be.
             mixes: (name of a mix, layer) -> (score F32 [n], norm weight BF16 bits [n]). choices: layer -> LaunchChoice, where they are forced.
+            kdas: layer -> KdaLayer, with the records of the launch.
         """
         p, self.joined = self.program, {}
         self.device, self.record, self.first, self.choices = device, record, first, dict(choices)
-        self.hidden, self.blocks, self.mixes = hidden, blocks, mixes
+        self.hidden, self.blocks, self.mixes, self.kdas = hidden, blocks, mixes, kdas
         for phase, (kind, layer) in enumerate(p.weights):
             k = p.kinds[kind]
             want = self._phase(phase, k, layer, weights.get((kind, layer)))
             if want is None:
                 continue
             got = self.made(phase) if k.fields else [self._words(phase, 0, p.rows, 2 * p.top_k)]
+            if isinstance(k, lk.Kda):
+                got += [self.kdas[layer].records[name] for name in KDA_RECORDS]
             yield phase, k.name, sum(int((g != w).sum()) for g, w in zip(got, want, strict=True)), sum(w.size for w in want)
 
     def made(self, phase: int) -> list[np.ndarray]:
@@ -128,6 +157,8 @@ class Standard:
             return [np.concatenate([ids.view(np.uint32), chosen.view(np.uint32)], 1)]
         if isinstance(k, lk.Mix):
             return self._mix(phase, k, layer, x, eps)
+        if isinstance(k, lk.Kda):
+            return self._kda(phase, k, self.kdas[layer], eps)
         if isinstance(k, lk.Product):
             if k.situ:
                 turns = x.reshape(rows, -1, 2, 16)
@@ -170,6 +201,17 @@ class Standard:
         if opens:
             self.blocks[closed, :rows] = snapshot
         return [stored(of_bf16(out), "bf16")]
+
+    def _kda(self, phase, k, layer, eps):
+        rows, c = self.program.rows, k.heads * k.dim
+        f_a, logits, qkv, gate = (self.read(phase, i) for i in range(4))
+        logits = np.ascontiguousarray(logits[:, :k.heads])
+        beta, records = np.zeros_like(logits), {n: np.zeros((rows, c), np.float32) for n in ("k", "v", "decay")}
+        self._run("sigmoids", 1, logits.size, [logits, beta])
+        out, (kernel, split) = np.zeros((rows, c), np.uint16), self._kda_kernel()
+        values = layer.fields(rows, k.heads, qkv=qkv, f_a=f_a, beta=beta, out_gate=gate, out=out, eps=eps, **records)
+        self._run(kernel.name, (k.heads * split, rows), kernel.threads, [Struct(ck.KdaMix, values)], shared=ck.kda_mix_shared(split), cluster=split)
+        return [stored(of_bf16(out), "bf16"), qkv.reshape(rows, 3, c), *(records[n] for n in KDA_RECORDS[1:4]), beta]
 
     def _activate(self, gate, up, situ):
         gate, up = (np.ascontiguousarray(v.reshape(len(v), -1)) for v in (gate, up))

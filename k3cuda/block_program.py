@@ -91,8 +91,8 @@ def chain(kinds: tuple[Kind, ...], layers: int, rows: int, grid: Grid, top_k: in
 
 
 def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: Grid, top_k: int = 0, slots: int = SLOTS) -> BlockProgram:
-    """Phases of these steps, in order. A phase reads the latest makers of its fields; the first field that nobody has made yet is the launch's input, and what the
-    last phase makes its result.
+    """Phases of these steps, in order. A phase reads the latest makers of its fields; the first field that nobody has made yet is the launch's input, and
+    what the last phase makes its result.
 
     Raises PlanError for what the kernel cannot do.
     """

@@ -1,15 +1,13 @@
 """Kinds of phases of a single launch: what a unit of each is, what it reads, and what it leaves in the exchange.
 
-kernels_cu/launch_product.cuh, launch_choice.cuh, launch_experts.cuh and launch_mix.cuh run them.
+kernels_cu/launch_product.cuh, launch_choice.cuh, launch_experts.cuh, launch_mix.cuh and launch_kda.cuh run them.
 """
 from dataclasses import dataclass, field, replace
 
-from . import packing
-from .config import MXFP4_GROUP, K3Config
+from .config import MXFP4_GROUP
 from .errors import PlanError
-from .packing import leaves_and_steps
 from .phases import MIX_SLICES, TILE_ROWS, Grid
-from .weights import BY_NAME, MMA_K, TREE_LEAVES, tree_leaves
+from .weights import MMA_K, TREE_LEAVES, tree_leaves
 
 VECTOR_BYTES = 16     # a vector that is its own flag
 MAX_TOKENS = 8        # rows of a launch at most
@@ -67,8 +65,8 @@ class Kind:
 class Product(Kind):
     """A matrix of packed tiles: `parts` blocks of a cluster share each tile's leaves.
 
-    firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. adds: parts of the second field that it reads, which are
-    added to its rows; 0: none.
+    firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. adds: parts of the second field that it
+    reads, which are added to its rows; 0: none.
     """
 
     tiles: int
@@ -280,37 +278,3 @@ def linked(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
     made = {k.name: replace(k, reads=(real[i - 1].name,), fields=(Field(k.name, "bf16", k.outputs, row[k.name]),)) for i, k in enumerate(real)}
     before = {k.name: real[real.index(kinds[(i + 1) % len(kinds)]) - 1].name for i, k in enumerate(kinds) if isinstance(k, ForcedChoice)}
     return tuple(made[k.name] if k.name in made else replace(k, reads=(before[k.name],)) for k in kinds)
-
-
-def own_tiles(cfg: K3Config, tp: int, names: str) -> list[int]:
-    """Tiles of 16 rows of each of some joined matrices, on one rank."""
-    dims = cfg.dims()
-    return [-(-dims[w.shape[0]] // (tp if w.cut and w.cut.axis == 0 else 1) // TILE_ROWS) for w in map(BY_NAME.get, names.split())]
-
-
-def product(cfg: K3Config, tp: int, cluster: int, name: str, **more) -> Product:
-    """The product of a stage (or of shared_down), on one rank."""
-    names = " ".join(next(p for p in packing.PACKED["route" if name == "shared_down" else name] if p.how in (packing.TILES, packing.PAIRS)).sources)
-    leaves, steps = leaves_and_steps(names.split()[-1], cfg, tp)
-    return Product(name, sum(own_tiles(cfg, tp, names)), leaves, steps, cluster if leaves % cluster == 0 else 1, **more)
-
-
-def dense_products(cfg: K3Config, tp: int, cluster: int = 1) -> tuple[Kind, ...]:
-    """The BF16 products of a rank's KDA and MoE layer that all rows go through one after the other."""
-    return linked(tuple(product(cfg, tp, cluster, name) for name in ("kda_in", "o_proj", "moe_in", "latent_up")))
-
-
-def experts(cfg: K3Config, tp: int, cluster: int) -> tuple[ExpertUp, ExpertDown]:
-    """w1 and w3, and w2, of a rank."""
-    dims = cfg.dims()
-    leaves, groups = leaves_and_steps("expert_w2", cfg, tp)
-    if leaves != 1:
-        raise PlanError(f"a rank of {tp} holds {leaves} leaves of w2; wanted one")
-    return (ExpertUp("expert_up", -(-dims["moe_intermediate_size"] // tp // TILE_ROWS), *leaves_and_steps("expert_w1", cfg, tp), cluster),
-            ExpertDown("moe_down", -(-dims["routed_expert_hidden_size"] // TILE_ROWS), groups))
-
-
-def with_experts(cfg: K3Config, tp: int, cluster: int) -> tuple[Kind, ...]:
-    """The dense products, and the routed experts where they belong, chosen beforehand."""
-    kda_in, o_proj, moe_in, latent_up = dense_products(cfg, tp, cluster)
-    return linked((kda_in, o_proj, moe_in, ForcedChoice("choice", cfg.num_experts), *experts(cfg, tp, cluster), latent_up))

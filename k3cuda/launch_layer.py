@@ -3,7 +3,8 @@ from dataclasses import replace
 
 from .block_program import Step
 from .config import K3Config
-from .launch_kinds import CLOSED, Field, ForcedChoice, Kda, Kind, Mix, Route, experts, mix_rounds, own_tiles, product
+from .launch_kinds import CLOSED, Field, ForcedChoice, Kda, Kind, Mix, Route, mix_rounds
+from .launch_rank import experts, own_tiles, product
 from .phases import TILE_ROWS
 from .plan import Plan
 
@@ -26,28 +27,29 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
     betas = -(-heads // 4) * 4   # whole vectors, of a tile
     stacked = lambda name, n: Field(name, "f32", n, n * rank_parts)
     gathered = lambda name, dtype, n: Field(name, dtype, n // tp, n)
+    own = lambda name, dtype, n: Field(name, dtype, n, n)
+    ffn_closed, *ffn_mix = mix_rounds("ffn_mix", hidden, rank_parts, blocks, "attn_parts", own("ffn_in", "bf16", hidden))
     up, down = experts(cfg, tp, cluster)
     at = lambda k, reads, *fields, **more: replace(k, reads=tuple(reads.split()), fields=fields, **more)
-    up = at(up, "moe_latent", Field("expert_act", "bf16", up.outputs, up.outputs))
-    choice = ForcedChoice("route", dims["num_experts"], reads=("router_logits",)) if forced else Route("route", dims["num_experts"], cfg.num_experts_per_token, reads=("router_logits",))
-    ffn_closed, *ffn_mix = mix_rounds("ffn_mix", hidden, rank_parts, blocks, "attn_parts", Field("ffn_in", "bf16", hidden, hidden))
+    up = at(up, "moe_latent", own("expert_act", "bf16", up.outputs))
+    choice = ForcedChoice("route", dims["num_experts"]) if forced else Route("route", dims["num_experts"], cfg.num_experts_per_token)
     return (
-        *mix_rounds("attn_mix", hidden, 1, blocks, INPUT, Field("attn_in", "bf16", hidden, hidden)),
+        *mix_rounds("attn_mix", hidden, 1, blocks, INPUT, own("attn_in", "bf16", hidden)),
         product(cfg, tp, cluster, "kda_in", reads=("attn_in",), firsts=(0, low_rank_tiles, qkv_at, qkv_at + 3 * head_tiles),
-                fields=(gathered("kda_f_a", "bf16", dim), Field("kda_beta", "f32", betas, betas), Field("kda_qkv", "bf16", 3 * heads * dim, 3 * heads * dim),
-                        Field("kda_out_gate", "f32", heads * dim, heads * dim))),
+                fields=(gathered("kda_f_a", "bf16", dim), own("kda_beta", "f32", betas), own("kda_qkv", "bf16", 3 * heads * dim), own("kda_out_gate", "f32", heads * dim))),
         ffn_closed,   # while kda_in's results are on their way
-        Kda("kda_mix", heads, dim, dims["conv_width"], reads=("kda_f_a", "kda_beta", "kda_qkv", "kda_out_gate"), fields=(Field("mixer_out", "bf16", heads * dim, heads * dim),)),
+        Kda("kda_mix", heads, dim, dims["conv_width"], reads=("kda_f_a", "kda_beta", "kda_qkv", "kda_out_gate"),
+            fields=(own("mixer_out", "bf16", heads * dim),)),
         product(cfg, tp, cluster, "o_proj", reads=("mixer_out",), fields=(stacked("attn_parts", hidden),)),
         *ffn_mix,
         product(cfg, tp, cluster, "moe_in", reads=("ffn_in",), firsts=(0, shared_tiles, shared_tiles + router_tiles),
-                fields=(Field("shared_gate_up", "f32", shared_tiles * TILE_ROWS, shared_tiles * TILE_ROWS), gathered("router_logits", "f32", dims["num_experts"]),
+                fields=(own("shared_gate_up", "f32", shared_tiles * TILE_ROWS), gathered("router_logits", "f32", dims["num_experts"]),
                         gathered("moe_latent", "bf16", latent))),
-        choice,
-        product(cfg, tp, cluster, "shared_down", reads=("shared_gate_up",), situ=True, fields=(Field("shared_partial", "f32", hidden, hidden),)),
+        replace(choice, reads=("router_logits",)),
+        product(cfg, tp, cluster, "shared_down", reads=("shared_gate_up",), situ=True, fields=(own("shared_partial", "f32", hidden),)),
         up,
         at(down, "expert_act", stacked("routed_parts", latent)),
-        *mix_rounds("routed_norm", latent, rank_parts, 0, "routed_parts", Field("routed_normed", "bf16", latent, latent)),
+        *mix_rounds("routed_norm", latent, rank_parts, 0, "routed_parts", own("routed_normed", "bf16", latent)),
         product(cfg, tp, cluster, "latent_up", reads=("routed_normed", "shared_partial"), adds=tp, fields=(gathered(INPUT, "f32", hidden),)),
     )
 

@@ -14,6 +14,7 @@ from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, stored  # noq
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
+from k3cuda import launch_rank as lr  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.launch_layer import layer_kinds, layer_steps  # noqa: E402
@@ -233,7 +234,7 @@ class Bench:
 
     def program(self, case, layers, grid):
         if not case.is_layer:
-            kinds = lk.with_experts(self.cfg, TP, grid.cluster) if case.forced else lk.dense_products(self.cfg, TP, grid.cluster)
+            kinds = lr.with_experts(self.cfg, TP, grid.cluster) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
             return bp.chain(kinds, layers, case.rows, grid, self.cfg.num_experts_per_token if case.forced else 0)
         kinds = layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced))
         steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers))

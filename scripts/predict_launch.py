@@ -4,6 +4,7 @@ import dataclasses
 
 from k3cuda import block_program as bp
 from k3cuda import launch_kinds as lk
+from k3cuda import launch_rank as lr
 from k3cuda import timeline
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.launch_layer import layer_kinds, layer_steps
@@ -16,6 +17,7 @@ CHAINS = (("products", 0, 1), ("products", 0, 8), ("products", 16, 1), ("product
 FIRST_LAYER = 36                                  # of whole layers, as scripts/launch_chain.py
 ROUNDS = {lk.CLOSED: "mix_closed", lk.SUMS: "mix_sums", lk.OUT: "mix_out"}
 BLOCKS = {1: 132, 2: 132, 4: 120}                 # of clusters that an H200 holds at once
+RING = {1: 17 * 7680, 8: 13 * 7680}               # bytes that a layer's kernel has left for it, by rows
 LAYERS = 9                                        # steady by the fourth: layers 4 to 7 are one period
 CASES = {"1 row": (1, 16, "all carried"), "8 rows": (8, 107, "both mixes phases")}
 HALF = {name: (few / 2, more / 2) for name, (few, more) in timeline.OWN.items()}
@@ -44,15 +46,17 @@ def chain_us(plan, what, experts, rows, cluster):
     """A layer of what scripts/bench_launch.py runs, as its kernel runs it."""
     cfg, grid = plan.cfg, Grid(sms=BLOCKS[cluster], cluster=cluster, copy=7680)
     if what == "layer":
+        grid = dataclasses.replace(grid, ring=RING[rows])
         kinds = layer_kinds(cfg, 16, cluster, rank_parts=16, forced=False)
         program = bp.program(kinds, layer_steps(plan, kinds, range(FIRST_LAYER, FIRST_LAYER + LAYERS)), rows, grid, cfg.num_experts_per_token, slots=10)
     else:
-        kinds = lk.with_experts(cfg, 16, cluster) if experts else lk.dense_products(cfg, 16, cluster)
+        kinds = lr.with_experts(cfg, 16, cluster) if experts else lr.dense_products(cfg, 16, cluster)
         program = bp.chain(kinds, LAYERS, rows, grid, cfg.num_experts_per_token if experts else 0)
     phases = []
     for (kind, _), phase in zip(program.weights, program.schedule.phases):
         k, units = program.kinds[kind], phase.units
-        does = (ROUNDS[k.round],) if isinstance(k, lk.Mix) else ("choose", "expert_up") if what == "layer" and isinstance(k, lk.ExpertUp) else ()
+        does = (ROUNDS[k.round],) if isinstance(k, lk.Mix) else ("kda_head",) if isinstance(k, lk.Kda) else ()
+        does = ("choose", "expert_up") if what == "layer" and isinstance(k, lk.ExpertUp) else does
         steps = 2 * k.groups if k.is_chosen else getattr(k, "steps", 0)
         if k.is_chosen:
             count = experts * k.pairs * k.parts if isinstance(k, lk.ExpertUp) else len(units)

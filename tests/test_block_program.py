@@ -17,6 +17,7 @@ from shim import host
 
 from k3cuda import block_program as bp
 from k3cuda import launch_kinds as lk
+from k3cuda import launch_rank as lr
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.errors import PlanError
 from k3cuda.launch_layer import layer_kinds, layer_steps
@@ -161,7 +162,7 @@ def words_of(program):
 @pytest.mark.parametrize("rows", [1, 8])
 def test_programs_of_the_released_shapes(cluster, rows):
     cfg = K3Config.from_json(RELEASED_FOLDER)
-    products = lk.dense_products(cfg, 16, cluster)
+    products = lr.dense_products(cfg, 16, cluster)
     program = bp.chain(products, 6, rows, Grid(sms=132, cluster=cluster))
     assert [(p.tiles, p.leaves, p.steps) for p in products] == [(194, 16, 28), (448, 1, 48), (66, 16, 28), (28, 16, 14)]
     done, used = {}, np.zeros((program.phases, bp.SLOTS), int)

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 
 from k3cuda import block_program as bp  # noqa: E402
-from k3cuda import launch_kinds as lk  # noqa: E402
+from k3cuda import launch_rank as lr  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.launch_layer import layer_kinds, layer_steps  # noqa: E402
@@ -21,7 +21,7 @@ GRID = Grid(cluster=CLUSTER)
 
 @pytest.mark.parametrize("arch", cuda_jit.ARCHS)
 def test_chains_of_dense_products_compile_without_spills(arch):
-    compiled = cuda_jit.compile_cuda(ls.source(bp.chain(lk.dense_products(CFG, TP, CLUSTER), 1, ROWS, GRID)), arch, strict=True)
+    compiled = cuda_jit.compile_cuda(ls.source(bp.chain(lr.dense_products(CFG, TP, CLUSTER), 1, ROWS, GRID)), arch, strict=True)
     assert compiled.resources()["product_chain"].registers <= 96    # 18 warps: five of them in one of the four parts of a multiprocessor
 
 
@@ -37,5 +37,5 @@ def test_a_layer_but_its_experts_compiles_without_spills(arch):
 
 def test_experts_spill_little_where_they_are_tuned():
     """All kinds together want a few registers more than there are (docs/megakernel-log.md); what is kept in memory is touched once a phase."""
-    compiled = cuda_jit.compile_cuda(ls.source(bp.chain(lk.with_experts(CFG, TP, CLUSTER), 1, ROWS, GRID, TOP_K)), cuda_jit.ARCHS[0])
+    compiled = cuda_jit.compile_cuda(ls.source(bp.chain(lr.with_experts(CFG, TP, CLUSTER), 1, ROWS, GRID, TOP_K)), cuda_jit.ARCHS[0])
     assert compiled.resources()["product_chain"].spills <= 64

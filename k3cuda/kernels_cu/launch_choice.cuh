@@ -102,17 +102,20 @@ struct LaunchRoute {
 #pragma unroll 4
       for (int e = team.thread(); e < kExperts; e += Row<kTokens>::kThreads) own.keys[e] = __float_as_uint(bias[e]);
     }
-    route_row<Row<kTokens>>(own.scores, (const float*)own.keys, row < block.a.rows, block.a.routed_scale, room.ids + first, choice.weight + first, own, [&] {
+    auto ready = [&] {
       block.template receive<kExperts / 4 * kTokens>(p, phase, block.a.rows, kExperts / 4, 0, [&](int row, int k, const uint4& v) { ((uint4*)room.rows[row].scores)[k] = v; });
       block.received(phase);
-    }, team);
+    };
+    route_row<Row<kTokens>>(own.scores, (const float*)own.keys, row < block.a.rows, block.a.routed_scale, room.ids + first, choice.weight + first, own, ready, team);
     block.team().sync();
     if (block.a.record && blockIdx.x == 0) {   // ids, then weights, of every row
       u32* to = (u32*)(block.a.record + size_t(phase) * block.a.record_vectors);
       const int i = block.me.thread(), row = i / kTopK, place = i % kTopK;
       if (i < block.a.rows * kTopK) to[row * 2 * kTopK + place] = room.ids[i], to[(row * 2 + 1) * kTopK + place] = __float_as_uint(choice.weight[i]);
     }
-    list_experts<List<kTokens>>(room.ids, nullptr, block.a.rows, {&choice.list.entries, &choice.list.items, choice.list.entry, choice.list.item}, room.list, [] {}, Consumers());   // a team anew: what it is made of is kept in registers otherwise
+    // A team anew: what it is made of is kept in registers otherwise.
+    const ListOut to{&choice.list.entries, &choice.list.items, choice.list.entry, choice.list.item};
+    list_experts<List<kTokens>>(room.ids, nullptr, block.a.rows, to, room.list, [] {}, Consumers());
     finish_choice(block);
   }
 };

@@ -172,10 +172,15 @@ struct LaunchBlock {
                             [&](int i, const uint4& v) { keep(i / per, i % per, v); });
     warps_sync(kAllConsumers, kAll);
   }
-  // By all consumers, when the last of them has read the input.
-  K3_DEVICE void received(int phase) {
-    if (me.thread() == 0) state.waiting = 0, state.received = phase + 1;
+  // By all consumers, when the last of them has read the input, or that of a unit.
+  K3_DEVICE void arrived(int phase) const {
+    if (me.thread() == 0) state.waiting = 0;
     stamp(phase, 1);
+  }
+  // By all consumers: nobody will read the input again.
+  K3_DEVICE void received(int phase) const {
+    arrived(phase);
+    if (me.thread() == 0) state.received = phase + 1;
   }
   // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
   template <int kLanes = 8>

@@ -56,35 +56,39 @@ struct LaunchKda : LaunchNoWeights {
     for (int u = 0; u < p.units; ++u) {
       block.team().sync();
       const int first = p.tiles[u] / kHeads, head = p.tiles[u] % kHeads, slot = room.a.row_slot[first];
-      if (first > 0 && room.a.row_slot[first - 1] == slot) continue;
+      if (first > 0 && room.a.row_slot[first - 1] == slot) {
+        if (u + 1 == p.units) block.received(phase);
+        continue;
+      }
       const int n = kda_sequence_rows(room.a.row_slot, block.a.rows, first, slot);
       if (block.me.thread() == 0) room.first = first, room.head = head, room.rows = n, room.slot = slot;
-      gates(block, p, phase, room, first, head, slot, n);
+      gates(block, p, phase, room, first, head, slot, n, u);
       recur(Block(block.smem + unknown_zero()), p, phase);   // which finds everything anew: the state wants the registers
     }
-    block.team().sync();
-    block.received(phase);
   }
 
   // Conv, decay and norms of a unit's rows: what needs no state, which comes into the L2 meanwhile.
   template <class Block>
-  static K3_DEVICE void gates(const Block& block, const ProgramPhase& p, int phase, Room& room, int first, int head, int slot, int n) {
+  static K3_DEVICE void gates(const Block& block, const ProgramPhase& p, int phase, Room& room, int first, int head, int slot, int n, int u) {
+    const Consumers team = block.team();
     auto& m = room.m;
     const KdaMix& a = room.a;
     constexpr int kPiece = kDim * kDim * 4 / kWarpSize;
-    if (block.me.warp == 0) bulk_prefetch((const u8*)state_of(room, slot, head) + block.me.lane * kPiece, kPiece);
-    kda_load_weights<S>(a, m, head, 0);
-    kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * kChannels, kChannels * S::kHistory, kChannels, head, 0);
+    if (team.warp() == 0) bulk_prefetch((const u8*)state_of(room, slot, head) + team.lane() * kPiece, kPiece);
+    kda_load_weights<S>(a, m, head, 0, team);
+    kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * kChannels, kChannels * S::kHistory, kChannels, head, 0, team);
     const float scale = expf(a.a_log[head]);
     receive(block, p, phase, room, head, first, n);
     copy_wait();
-    block.team().sync();
-    if (n == 1) kda_conv<S, 1>(a, m, head, 0, first, 0, n);
-    else kda_conv<S, 4>(a, m, head, 0, first, 0, n);
-    kda_low_rank<S>(m, 0, n);
-    block.team().sync();
-    kda_decay<S>(a, m, scale, head, 0, first, n);
-    kda_l2norm<S>(a, m, head, 0, first, n);
+    team.sync();
+    if (u + 1 == p.units) block.received(phase);
+    else block.arrived(phase);
+    if (n == 1) kda_conv<S, 1>(a, m, head, 0, first, 0, n, team);
+    else kda_conv<S, 4>(a, m, head, 0, first, 0, n, team);
+    kda_low_rank<S>(m, 0, n, team);
+    team.sync();
+    kda_decay<S>(a, m, scale, head, 0, first, n, team);
+    kda_l2norm<S>(a, m, head, 0, first, n, team);
   }
   template <class Block>
   static K3_DEVICE void recur(const Block& block, const ProgramPhase& p, int phase) {

@@ -116,6 +116,25 @@ def test_a_layers_own_phases_against_the_reference(tmp_path):
     assert relative(case.hidden[:3], hidden) < 1e-6 and relative(case.blocks[:2, :3], blocks[:2]) < 1e-6
 
 
+@shim
+def test_no_value_looks_as_if_it_were_not_there(tmp_path):
+    """F32 as stored, but for the one value whose bits say so: its neighbour. BF16 without -0."""
+    library = host.build("""#include "launch_exchange.cuh"
+extern "C" __global__ void pack(const float* v, uint4* floats, uint4* halves) {
+  const int lane = threadIdx.x;
+  const uint4 four = pack_floats(v[lane], lane), eight = pack_vector(v[lane], lane);
+  if (lane % 4 == 0) floats[lane / 4] = four;
+  if (lane % 8 == 0) halves[lane / 8] = eight;
+}
+""", ["pack"], tmp_path)
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 32, np.uint32)
+    bits[:6] = NOT_THERE, 0x80000000, 0x80000000, 0x80000000, 0, 0x7F800001
+    floats, halves = np.zeros(32, np.uint32), np.zeros(32, np.uint16)
+    host.launch(library, "pack", 1, 32, [bits.view(np.float32), floats, halves])
+    assert floats[0] == NOT_THERE + 1 and (floats[1:] == bits[1:]).all()
+    assert (halves[:5] == 0).all() and not (halves.view(np.uint32) == NOT_THERE).any()
+
+
 def left_out(words, block, phase):
     """The program of which a block leaves out its last unit of a phase."""
     words, at = words.copy(), 0

@@ -79,8 +79,8 @@ class ExpertUp:
         return (0,) * grid.sms      # every block takes its share of whatever was chosen
 
     def kind(self, copy: int) -> str:
-        if self.leaves // self.parts > TREE_LEAVES // 2:
-            raise PlanError(f"{self.name} has {self.leaves} leaves in {self.parts} parts; wanted at most {TREE_LEAVES // 2} a block: take clusters of 2 or 4")
+        if TREE_LEAVES % (self.leaves // self.parts):
+            raise PlanError(f"{self.name} has {self.leaves} leaves in {self.parts} parts; wanted at most {TREE_LEAVES} a block, a power of two")
         return f"LaunchExpertUp<{self.leaves}, {self.groups}, {self.pairs}, {self.parts}, {copy}>"
 
 

@@ -19,7 +19,7 @@ from k3cuda.runtime.cuda_timing import Timer
 TP, CHECKED_LAYERS, SEED = 16, 3, 5
 TOP_K, POOL = 16, 128    # experts of a row; experts of a layer that the device holds
 WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose")
+         "its own block to choose", "sums of its own block")
 
 
 def expert_bytes(kind):

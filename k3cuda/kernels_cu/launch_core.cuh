@@ -61,13 +61,14 @@ struct LaunchShape {
   typedef LaunchChoice<kMaxItems> Choice;
   static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
   static constexpr int kPartial = kConsumers * kTokens * kSumStride;                   // floats of one turn of all warps
-  static constexpr int kInbox = kCluster > 1 ? 2 * max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of two tiles at most
-  static constexpr int kInboxes = kInboxTurns * (kCluster + (kTopK ? groups_of(kCluster, 2) : 0));  // of products' groups, then of experts'
-  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * (kInbox * 4 + 8) + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
+  static constexpr int kInbox = kCluster > 1 ? max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of one tile
+  static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
+  static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
+  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
-  static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kInboxes * 8);
+  static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
   static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + kConsumers * sizeof(ConsumerCounts), kSmem = kProgramAt + kWords * 4;
   static_assert(kTokens <= kTokenTile && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
 };
@@ -93,7 +94,7 @@ struct LaunchBlock {
     for (int i = threadIdx.x; i < a.words; i += kLaunchThreads) ((u32*)program)[i] = a.programs[size_t(blockIdx.x) * a.words + i];
     if (threadIdx.x == 0) {
       ring.init();
-      for (int i = 0; i < S::kInboxes; ++i) barrier_init(heard(i), 1);
+      for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
       state.received = state.cleaned = state.waiting = state.chosen = 0;
     }
@@ -149,6 +150,9 @@ struct LaunchBlock {
   K3_DEVICE float* partial(u32 turn) const { return (float*)(smem + S::kPartialAt) + turn % 2 * S::kPartial; }
   K3_DEVICE float* inbox(int i) const { return (float*)(smem + S::kInboxAt) + i * S::kInbox; }
   K3_DEVICE u64* heard(int i) const { return (u64*)(smem + S::kHeardAt) + i; }
+  // Of the two buffers of a group's leaf sums that of a turn: all are there; all have been added.
+  K3_DEVICE u64* stored(int group, u32 turn) const { return heard(S::kInboxes) + (group * 2 + turn % 2) * 2; }
+  K3_DEVICE u64* added(int group, u32 turn) const { return stored(group, turn) + 1; }
   K3_DEVICE typename S::Choice& choice() const { return *(typename S::Choice*)(smem + S::kChoiceAt); }
 
   // A phase's input into shared memory: of each of `rows` rows `per` vectors from `first` on, at most kMost in all; keep(row, vector, value).

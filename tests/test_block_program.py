@@ -1,6 +1,6 @@
 """The single launch under g++: its tables, the program of every block, hand-overs between blocks that run as threads, the row core's sums.
 
-The shim runs logic, not the machine: one block a cluster. Clusters, bytes and time are scripts/bench_launch.py's matter.
+The shim runs logic, not the machine: time is scripts/bench_launch.py's matter.
 """
 import ctypes
 import multiprocessing
@@ -18,7 +18,6 @@ from k3cuda.phases import Grid
 
 PRODUCTS = (bp.Product("wide", 7, 16, 2), bp.Product("one leaf", 33, 1, 6), bp.Product("two", 5, 2, 4))
 EXPERTS, TOP_K, SITU = 12, 4, (1.5, 2.5)
-WITH_EXPERTS = (PRODUCTS[0], bp.ExpertUp("up", 4, 4, 3), bp.ExpertDown("down", 5, 2))
 BLOCKS, LAYERS = 3, 3
 
 
@@ -55,7 +54,7 @@ def launched(library, program, weights, x, choices=None, launches=1, record=None
     args = ls.arguments(program, window=4096, waiting_window=2048, prefetch=2, limit_ns=limit_ns, situ=SITU, **addresses)
     for launch in range(launches):
         pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3
-        library.k3_shim_product_chain(three(program.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), 1, ctypes.c_uint(launch + 1), pointers)
+        library.k3_shim_product_chain(three(program.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), program.grid.cluster, ctypes.c_uint(launch + 1), pointers)
     return result, exchange
 
 
@@ -94,11 +93,17 @@ def choice_of(rows, tokens, rng):
 
 
 @pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_the_bytes_of_the_expert_cores(tmp_path, rows):
-    program = bp.chain(WITH_EXPERTS, 2, rows, Grid(sms=BLOCKS), TOP_K)
-    library = host.build(ls.source(program, ring=24 * 1024, copy=2048), ["product_chain"], tmp_path)
-    (product, up, down), rng, items, count = WITH_EXPERTS, np.random.default_rng(1), program.tokens * TOP_K, ctypes.c_int
+@pytest.mark.parametrize(("rows", "cluster", "up"), [
+    (1, 1, bp.ExpertUp("up", 4, 4, 3)), (3, 1, bp.ExpertUp("up", 4, 4, 3)), (8, 2, bp.ExpertUp("up", 3, 16, 1)),   # units of single blocks
+    (8, 2, bp.ExpertUp("up", 3, 16, 1, 2)), (3, 4, bp.ExpertUp("up", 4, 16, 1, 4)),                                # shared by a cluster
+])
+def test_the_bytes_of_the_expert_cores(tmp_path, rows, cluster, up):
+    """With delays at random in blocks and warps."""
+    blocks = BLOCKS if cluster == 1 else cluster
+    kinds = product, up, down = bp.Product("wide", 7, 16, 2, cluster), up, bp.ExpertDown("down", 2 * blocks - 1, 2)
+    program = bp.chain(kinds, 2, rows, Grid(sms=blocks, cluster=cluster), TOP_K)
+    library = host.build("#define K3_STRESS\n" + ls.source(program, ring=24 * 1024, copy=2048), ["product_chain"], tmp_path)
+    rng, items, count = np.random.default_rng(1), program.tokens * TOP_K, ctypes.c_int
     folder = tmp_path / "core"
     folder.mkdir()
     core = host.build(f'''#define K3_BENCH_SMS 4
@@ -106,7 +111,7 @@ def test_the_bytes_of_the_expert_cores(tmp_path, rows):
 #include "situ.cuh"
 typedef RowShape<16, 2, 1, 1, 4, 1, 1, 4096> shape_0;
 K3_BENCH_ROWS(product_0, {product.tiles}, shape_0)
-typedef ExpertUpShape<4, 3, ExpertList<{items}>, 8, 4, 8192> up;
+typedef ExpertUpShape<{up.leaves}, {up.groups}, ExpertList<{items}>, 8, 4, 8192> up;
 typedef ExpertDownShape<1, 2, ExpertList<{items}>, {program.tokens}, {TOP_K}, 4, 2, 8192> down;
 K3_BENCH_EXPERTS(experts, 1, 1, up, down)
 extern "C" __global__ void activate(const float* y, int half, bf16* act) {{
@@ -119,16 +124,16 @@ extern "C" __global__ void activate(const float* y, int half, bf16* act) {{
                                               for _ in range(EXPERTS)])
     weights, choices = {}, [choice_of(rows, program.tokens, rng) for _ in range(2)]
     for layer in range(2):
-        w1, w3 = mxfp4(up, 4, 120), mxfp4(up, 4, 120)
+        w1, w3 = mxfp4(up, up.leaves, 120), mxfp4(up, up.leaves, 120)
         weights[0, layer] = u.repack.pack_bf16(u.to_bf16(rng.standard_normal((product.outputs, product.inputs)) / np.sqrt(product.inputs)), 16)
         weights[1, layer] = np.ascontiguousarray(np.stack([w1, w3], axis=2).reshape(EXPERTS, -1, *w1.shape[2:]))
         weights[2, layer] = mxfp4(down, 1, 123)
     x = linked(rng.standard_normal((rows, product.inputs)), program.links[0].in_row * bp.VECTOR)
     record = np.zeros((program.phases, program.record_vectors, bp.VECTOR), np.uint16)
-    result, exchange = launched(library, program, weights, x, np.concatenate(choices).view(np.uint8), record=record, launches=2)
+    result, exchange = launched(library, program, weights, x, np.concatenate(choices).view(np.uint8), record=record, launches=1 + (cluster == 1))
     assert (exchange == 0x80008000).all()
     for phase, (kind, layer) in enumerate(program.weights):
-        w, k, cut = weights[kind, layer], WITH_EXPERTS[kind], ls.choice_list(choices[layer])
+        w, k, cut = weights[kind, layer], kinds[kind], ls.choice_list(choices[layer])
         y = np.zeros((rows, k.outputs), np.float32)
         if k is product:
             grid, threads, shared, _ = host.constants(core, "product_0_launch", 4)

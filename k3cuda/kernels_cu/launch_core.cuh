@@ -132,11 +132,21 @@ struct LaunchBlock {
   // A test's delays: up to 4 microseconds for a block or for single warps of it, other ones at every turn of the clock.
   K3_DEVICE void stress(int phase) const {
 #ifdef K3_STRESS
-    u32 h = (u32(device_ns()) >> 12) * 0x9e3779b1u ^ (blockIdx.x * 0x85ebca6bu) ^ (phase * 0xc2b2ae35u);
-    h = (h ^ h >> 15) * 0x2c1b3c6du;
+    const u32 h = random_of(phase);
     if (h >> 30 == 0) pause_ns(h >> 8 & 0xfff);
     else if (h >> 30 == 1 && (h >> 20 & 15) == u32(me.warp)) pause_ns(h & 0xfff);
 #endif
+  }
+  // The same inside a phase, for single warps.
+  K3_DEVICE void stress(int phase, u32 turn) const {
+#ifdef K3_STRESS
+    const u32 h = random_of(u32(phase) ^ turn * 0x27d4eb2fu ^ u32(me.warp) * 0x165667b1u);
+    if (h >> 29 == 0) pause_ns(h & 0xfff);
+#endif
+  }
+  static K3_DEVICE u32 random_of(u32 v) {
+    v = (u32(device_ns()) >> 12) * 0x9e3779b1u ^ (blockIdx.x * 0x85ebca6bu) ^ (v * 0xc2b2ae35u);
+    return (v ^ v >> 15) * 0x2c1b3c6du;
   }
 
   K3_DEVICE void stamp(int phase, int which) const {
@@ -189,7 +199,7 @@ struct LaunchBlock {
     if (p.units) {
       stamp(phase, 0);
       if (me.thread() == 0) state.waiting = 1;
-      for (Spin spin; state.cleaned < p.needs;) spin.turn(a.watch, kWaitClean, phase, p.needs);
+      for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, p.needs());
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
       stamp(phase, 2);
     } else if (me.thread() == 0) state.received = phase + 1;
@@ -198,19 +208,20 @@ struct LaunchBlock {
 
 // Kinds of phases must not keep registers of one another's: each begins with a block that the compiler knows nothing of.
 template <class S>
-K3_DEVICE void launch_consume(u8* smem, int phases) {
+K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
   if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::kProgramAt};
   __syncwarp();
 #pragma unroll 1
-  for (int phase = 0; phase < phases; ++phase) {
+  for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
     ConsumerCounts* kept = (ConsumerCounts*)(block.smem + S::kCountsAt) + block.me.warp;
     block.counts = *kept;
     const u32* words = (const u32*)(block.smem + block.counts.at);
-    block.consume(words, phase);
-    block.counts.at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
     __syncwarp();
-    if (block.me.lane == 0) *kept = block.counts;
+    if (block.me.lane == 0) kept->at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
+    block.consume(words, phase);
+    __syncwarp();
+    if (block.me.lane == 0) kept->copies = block.counts.copies, kept->turns = block.counts.turns, kept->expert_turns = block.counts.expert_turns;
     __syncwarp();
   }
 }
@@ -219,7 +230,7 @@ template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   LaunchBlock<S> block(smem);
   block.begin(a);
-  if (warp_id() < kConsumers) launch_consume<S>(smem, block.a.phases);
+  if (warp_id() < kConsumers) launch_consume<S>(a, smem);
   else if (warp_id() == kJanitor) block.tidy();
   else block.produce();
   if constexpr (S::kCluster > 1) {

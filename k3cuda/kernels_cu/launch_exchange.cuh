@@ -73,7 +73,7 @@ template <int kBatch, class At, class Before, class Keep>
 K3_DEVICE void receive_vectors(int first, int stride, int total, const Watch& watch, int phase, At&& at, Before&& before_keep, Keep&& keep) {
   int begin = first;
   do {
-    uint4 v[kBatch];
+    uint4 v[kBatch] = {};   // what is set on some paths only takes its registers for all of the launch
     K3_UNROLL
     for (int j = 0; j < kBatch; ++j)
       if (begin + j * stride < total) v[j] = load_exchange(at(begin + j * stride));

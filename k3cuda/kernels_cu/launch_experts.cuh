@@ -30,12 +30,12 @@ struct LaunchExpertUp {
   static constexpr int kTileCopies = kBlockLeaves / kCopyLeaves, kUnitCopies = 2 * kTileCopies;
   static constexpr int kWarpLeaves = min_of(4, kCopyLeaves), kTileWarps = kBlockLeaves / kWarpLeaves, kUnitWarps = 2 * kTileWarps;
   static constexpr int kUnits = kConsumers / kUnitWarps;          // at a time
-  static constexpr int kAtOnce = min_of(2, kWarpLeaves);          // leaves of a warp
   static constexpr int kOwnVectors = kBlockLeaves * kGroups * 4;  // of a row
   static constexpr int x_vectors(int tokens, int) { return tokens * kOwnVectors; }
   static_assert(kUnits > 0 && kUnits * kUnitWarps == kConsumers && kBlockLeaves * kParts == kLeaves, "warps take equal runs of leaves");
   static_assert(kCopyBytes <= kSlotBytes, "a copy fits a slot");
 
+  template <class Block> static K3_DEVICE int part(const Block& block) { return kParts > 1 ? block.part() : 0; }
   struct Run { int begin, end; };
   static K3_DEVICE Run run_of(int entries) {
     const int units = entries * kPairs, clusters = gridDim.x / kParts, own = blockIdx.x / kParts, per = units / clusters, more = units % clusters;
@@ -49,7 +49,7 @@ struct LaunchExpertUp {
     __syncwarp();
     const auto& list = block.choice().list;
     const Run run = run_of(list.entries);
-    const u8* own = w + block.part() * kBlockLeaves * kLeafBytes;
+    const u8* own = w + part(block) * kBlockLeaves * kLeafBytes;
     producer.copies((run.end - run.begin) * kUnitCopies, kCopyBytes, kCopyBytes, phase, [](int) { return 1; }, [&](int i, int) {
       const int u = run.begin + i / kUnitCopies, entry = u / kPairs, pair = u - entry * kPairs, tile = i % kUnitCopies / kTileCopies, j = i % kTileCopies;
       return own + (((size_t(entry_expert(list.entry[entry])) * kPairs + pair) * 2 + tile) * kLeaves + j * kCopyLeaves) * kLeafBytes;
@@ -85,7 +85,7 @@ struct LaunchExpertUp {
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
     uint4* shared = block.x();
-    block.template receive<kOwnVectors * S::kTokens>(p, phase, block.a.rows, kOwnVectors, block.part() * kOwnVectors, [&](int token, int k, const uint4& v) {
+    block.template receive<kOwnVectors * S::kTokens>(p, phase, block.a.rows, kOwnVectors, part(block) * kOwnVectors, [&](int token, int k, const uint4& v) {
       shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = scale_tokens(v);
     });
     choose(block, phase);
@@ -95,21 +95,29 @@ struct LaunchExpertUp {
     const int group = block.me.warp / kUnitWarps, own = block.me.warp % kUnitWarps, leaf = own % kTileWarps * kWarpLeaves;
     const uint4* x = shared + leaf * kGroups * S::kTokens * 4 + block.me.lane % 4;
     const u32 first_copy = block.counts.copies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
+    block.counts.copies += (run.end - run.begin) * kUnitCopies;
     u32& turns = block.counts.expert_turns;
 #pragma unroll 1
     for (int u = run.begin + group; u < run.end; u += kUnits, ++turns) {
+      block.stress(phase, turns);
       const int entry = u / kPairs, first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
       // Columns beyond the entry's items are the last item's once more: nobody looks at them.
       const uint4* mine = x + list.item[first + min_of(block.me.lane / 4, count - 1)] / S::kTopK * 4;
       const u32 copy = first_copy + (u - run.begin) * kUnitCopies;
       const u8* w = block.ring.take(copy, block.a.watch, phase) + leaf % kCopyLeaves * kLeafBytes;
-      float c[4] = {};
+      float c[4] = {};   // what is added to zero here is never -0
 #pragma unroll 1
-      for (int i = 0; i < kWarpLeaves; i += kAtOnce) {   // what is added to zero is never -0
-        float sum[kAtOnce][4];
-        mxfp4_side_by_side<kGroups>(sum, w + i * kLeafBytes, kLeafBytes, [&](int leaf, int g) { return mine[((i + leaf) * kGroups + g) * S::kTokens * 4]; });
+      for (int pair = 0; pair < kWarpLeaves; pair += 2) {
+        float both[4] = {};
+#pragma unroll 1
+        for (int i = pair; i < min_of(pair + 2, kWarpLeaves); ++i) {   // neither is unrolled: all x at once would take too many registers
+          float sum[4];
+          mxfp4_leaf_with<kGroups>(sum, w + i * kLeafBytes, [&](int g) { return mine[(i * kGroups + g) * S::kTokens * 4]; });
+          K3_UNROLL
+          for (int j = 0; j < 4; ++j) both[j] += sum[j];
+        }
         K3_UNROLL
-        for (int j = 0; j < 4; ++j) c[j] += kAtOnce == 2 ? sum[0][j] + sum[kAtOnce - 1][j] : sum[0][j];
+        for (int j = 0; j < 4; ++j) c[j] += both[j];
       }
       block.ring.give(copy, kConsumers * kWarpLeaves / kCopyLeaves, block.me);
       met(block, block.added(group, turns), turns / 2 & 1 ^ 1, phase, turns);
@@ -128,7 +136,6 @@ struct LaunchExpertUp {
         hear(block, p, phase, thread, group, turns, u, first, count);
       }
     }
-    block.counts.copies += (run.end - run.begin) * kUnitCopies;
   }
 
   // Warps of a group meet: all have arrived at `bar`, for the time of which `parity` tells.
@@ -160,6 +167,7 @@ struct LaunchExpertUp {
     const int live = count * kTileRows;
     if (thread - block.me.lane < live) {
       met(block, block.stored(group, turn), turn / 2 & 1, phase, turn);
+      block.stress(phase, ~turn);
 #pragma unroll 1
       for (int i = thread; i - block.me.lane < live; i += kUnitWarps * kWarpSize) {
         const int at = min_of(i, live - 1);
@@ -178,6 +186,7 @@ struct LaunchExpertUp {
     const int at = inbox_at(group, turn), rank = block.part(), vectors = max_of(2 * count, kParts);
     if (thread - block.me.lane < vectors * 8) {
       met(block, block.stored(group, turn), turn / 2 & 1, phase, turn);
+      block.stress(phase, ~turn);
       if (thread == 0) inbox_expect(block.heard(at), own_vectors(count, rank) * 8 * 4 * kParts * 2);
 #pragma unroll 1
       for (int i = thread; i < vectors * 8; i += kUnitWarps * kWarpSize) {
@@ -254,17 +263,17 @@ struct LaunchExpertDown {
       const uint4* x = shared + list.item[first + min_of(block.me.lane / 4, count - 1)] * kItemStride + block.me.lane % 4;
       const int turn = own.tiles == 2 ? e / (kSlotBytes / (2 * kLeafBytes)) : e / (kSlotBytes / kLeafBytes), in_copy = e - turn * own.per, taken = min_of(own.per, entries - turn * own.per);
       const u8* leaf = block.ring.take(block.counts.copies + turn, block.a.watch, phase) + in_copy * own.tiles * kLeafBytes;
-      float c[2][4];
-      mxfp4_side_by_side<kGroups>(c, leaf, (own.tiles - 1) * kLeafBytes, [&](int, int g) { return x[g * 4]; });   // of one tile, that one twice
-      block.ring.give(block.counts.copies + turn, in_copy ? kConsumers / taken : kConsumers - (taken - 1) * (kConsumers / taken), block.me);
-      K3_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int token = block.me.lane % 4 * 2 + i % 2;
-        if (token >= count) continue;
-        float* to = results + (first + token) * width + block.me.lane / 4 + i / 2 * 8;
-        to[0] = c[0][i];
-        if (own.tiles == 2) to[kTileRows] = c[1][i];
+#pragma unroll 1
+      for (int tile = 0; tile < own.tiles; ++tile) {
+        float c[4];
+        mxfp4_leaf_with<kGroups>(c, leaf + tile * kLeafBytes, [&](int g) { return x[g * 4]; });
+        K3_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int token = block.me.lane % 4 * 2 + i % 2;
+          if (token < count) results[(first + token) * width + tile * kTileRows + block.me.lane / 4 + i / 2 * 8] = c[i];
+        }
       }
+      block.ring.give(block.counts.copies + turn, in_copy ? kConsumers / taken : kConsumers - (taken - 1) * (kConsumers / taken), block.me);
     }
     block.counts.copies += (entries + own.per - 1) / own.per;
     warps_sync(kAllConsumers, kAll);

@@ -13,9 +13,10 @@ struct LaunchLink { int in_row, width, copies, row; };
 // A phase in a block's program (launch_core.cuh).
 struct ProgramPhase {
   int kind, units;
-  u32 in, out, clear, needs;
+  u32 in, out, clear;
   const u32* tiles;
-  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 15), units(at[0] >> 16), in(at[0] >> 4 & 15), out(at[0] >> 8 & 15), clear(at[0] >> 12 & 15), needs(at[1]), tiles(at + 2) {}
+  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 15), units(at[0] >> 16), in(at[0] >> 4 & 15), out(at[0] >> 8 & 15), clear(at[0] >> 12 & 15), tiles(at + 2) {}
+  K3_DEVICE u32 needs() const { return ((volatile const u32*)tiles)[-1]; }
   K3_DEVICE const u32* next() const { return tiles + units; }
 };
 

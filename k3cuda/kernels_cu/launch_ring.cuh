@@ -66,10 +66,15 @@ struct Spin {
 #ifdef K3_HOST_SHIM
 inline bool barrier_try(u64* bar, u32 parity) { return ((volatile HostBarrier*)bar)->phase != parity; }
 inline bool barrier_test(u64* bar, u32 parity) { return barrier_try(bar, parity); }
-inline bool inbox_try(u64* bar, u32 parity) { return barrier_try(bar, parity); }
+inline bool inbox_try(u64* bar, u32 parity) {
+  std::lock_guard<std::mutex> alone(shim::cur->b->cluster->sends);
+  return barrier_try(bar, parity);
+}
 inline void barrier_arrive_times(u64* bar, u32 times) { while (times--) barrier_arrive(bar); }
 inline void bulk_prefetch(const void*, u32) {}
-inline void pause_ns(u32) {}
+inline void pause_ns(u32 ns) {
+  for (; ns >= 32; ns -= 32) shim_yield();
+}
 // Some warps of the block meet; all fibers of a block run on one thread.
 inline void warps_sync(int id, int threads) {
   static thread_local int count[kConsumers + 1], round[kConsumers + 1];
@@ -183,9 +188,9 @@ struct LaunchProducer {
   struct Before {
     int at;
     u32 parity;
-    K3_DEVICE Before(u32 n) : at(int(n) < 0 ? -1 : int(n % Ring::kSlots)), parity(n / Ring::kSlots & 1) {}
     K3_DEVICE bool passed(u64* barriers) const { return at < 0 || barrier_test(barriers + at, parity); }
   };
+  static K3_DEVICE Before before(u32 n) { return {int(n) < 0 ? -1 : int(n % Ring::kSlots), n / Ring::kSlots & 1}; }
   static K3_DEVICE u32 copies_of(u32 window, u32 bytes) { return max_of(1, min_of(kMostAhead, window / bytes)); }
 
   // Copies 0 to count - 1 of a phase, most of them of `bytes`: a slot gets pieces(i) copies of `each` bytes, number j from from(i, j).
@@ -197,13 +202,15 @@ struct LaunchProducer {
     for (int first = 0; first < count; first += kLanes) {
       const int i = first + lane_id();
       bool mine = lane_id() < kLanes && i < count;
-      const u32 n = issued + lane_id(), slot = n % Ring::kSlots, turn = n / Ring::kSlots;
-      const Before room(n - Ring::kSlots), one(n - most), other(n - least);
+      const u32 n = issued + lane_id(), slot = n % Ring::kSlots;
+      const Before room = before(n - Ring::kSlots), landed = before(n - most), while_waiting = before(n - least);
       const int parts = mine ? pieces(i) : 0;
       const u8* source = mine ? from(i, 0) : nullptr;
       Spin spin;
       while (__any_sync(kFullWarp, mine)) {
-        const bool may = mine && (state.waiting ? other : one).passed(ring.full), fits = may && room.passed(ring.empty);
+        const bool waiting = state.waiting;
+        const Before last = {waiting ? while_waiting.at : landed.at, waiting ? while_waiting.parity : landed.parity};
+        const bool may = mine && last.passed(ring.full), fits = may && room.passed(ring.empty);
         if (fits) {
           barrier_expect(ring.full + slot, parts * each);
           for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * each, j ? from(i, j) : source, each, ring.full + slot);

@@ -174,14 +174,14 @@ def dense_products(cfg: K3Config, tp: int, cluster: int = 1) -> tuple[Product, .
             make("moe_in", "shared_gate_proj shared_up_proj router latent_down"), make("latent_up", "latent_up"))
 
 
-def with_experts(cfg: K3Config, tp: int, cluster: int) -> tuple[Kind, ...]:
-    """The same, and the routed experts where they belong."""
+def with_experts(cfg: K3Config, tp: int, cluster: int, expert_parts: int | None = None) -> tuple[Kind, ...]:
+    """The same, and the routed experts where they belong. `expert_parts`: blocks that share a unit of w1 and w3, 1 or the cluster; None: the cluster."""
     dims, (kda_in, o_proj, moe_in, latent_up) = cfg.dims(), dense_products(cfg, tp, cluster)
     width, latent = dims["moe_intermediate_size"] // tp, dims["routed_expert_hidden_size"]
     leaves, groups = leaves_and_steps("expert_w2", cfg, tp)
     if leaves != 1:
         raise PlanError(f"a rank of {tp} holds {leaves} leaves of w2; wanted one")
-    return (kda_in, o_proj, moe_in, ExpertUp("expert_up", -(-width // TILE_ROWS), *leaves_and_steps("expert_w1", cfg, tp), cluster),
+    return (kda_in, o_proj, moe_in, ExpertUp("expert_up", -(-width // TILE_ROWS), *leaves_and_steps("expert_w1", cfg, tp), expert_parts or cluster),
             ExpertDown("moe_down", -(-latent // TILE_ROWS), groups), latent_up)
 
 

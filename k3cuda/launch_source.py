@@ -62,16 +62,17 @@ class LaunchArgs(ctypes.Structure):
     """As in launch_core.cuh: addresses, then numbers."""
 
     _fields_ = [*_fields(ctypes.c_void_p, "weights programs input exchange result record stamps choices counts failed trouble"), ("limit_ns", ctypes.c_uint64),
-                *_fields(ctypes.c_int, "phases layer_phases clearings words rows slot_vectors record_vectors window waiting_window prefetch"),
+                *_fields(ctypes.c_int, "phases layer_phases clearings words rows slot_vectors record_vectors window waiting_window first_window prefetch"),
                 *_fields(ctypes.c_float, "situ_beta situ_linear_beta"), ("links", LaunchLink * MAX_KINDS)]
 
 
-def arguments(program: BlockProgram, *, window: int, waiting_window: int, prefetch: int = 0, limit_ns: int = 2_000_000_000,
+def arguments(program: BlockProgram, *, window: int, waiting_window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = 2_000_000_000,
               situ: tuple[float, float] = (1.0, 1.0), **addresses: int) -> LaunchArgs:
     """The kernel's argument.
 
     Args:
         window, waiting_window: bytes that a block has in flight at most, and while it waits for a hand-over.
+        first_window: the former for phases of the first kind; None: the same.
         prefetch: copies that are brought into the L2 while a ring is full.
         limit_ns: nanoseconds that any wait may take.
         situ: the two betas of the activation.
@@ -79,7 +80,7 @@ def arguments(program: BlockProgram, *, window: int, waiting_window: int, prefet
     """
     args = LaunchArgs(limit_ns=limit_ns, phases=program.phases, layer_phases=len(program.kinds), clearings=program.clearings, words=program.words.shape[1],
                       rows=program.rows, slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window, waiting_window=waiting_window,
-                      prefetch=prefetch, situ_beta=situ[0], situ_linear_beta=situ[1], failed=addresses["counts"] + FAILED_AT, **addresses)
+                      first_window=first_window or window, prefetch=prefetch, situ_beta=situ[0], situ_linear_beta=situ[1], failed=addresses["counts"] + FAILED_AT, **addresses)
     for i, link in enumerate(program.links):
         args.links[i] = LaunchLink(link.in_row, link.width, link.copies, link.row)
     return args

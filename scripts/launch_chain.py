@@ -63,22 +63,23 @@ class Chain:
         clusters = check(driver().cuOccupancyMaxActiveClusters(launch.function, launch.config))
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
-    def launch(self, window, waiting_window, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
+    def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
+        """`windows`: bytes in flight, while waiting, and of the first kind if they are others."""
         names = {"weights": self.weights, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
                  "record": record, "stamps": stamps, "choices": self.choices and self.choices.words}
-        args = ls.arguments(self.program, window=window, waiting_window=waiting_window, prefetch=prefetch, limit_ns=limit_ns,
+        args = ls.arguments(self.program, **dict(zip(("window", "waiting_window", "first_window"), windows)), prefetch=prefetch, limit_ns=limit_ns,
                             trouble=self.bench.trouble.ctypes.data, situ=self.bench.situ,
                             **{n: a.data.ptr for n, a in names.items() if a is not None})
         return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=self.bench.timer.raw, cluster=self.cluster,
                       cooperative=not self.bench.is_plain)
 
-    def check(self, window, waiting_window):
+    def check(self, windows):
         """Every phase's results, and those of a second launch, against the row core's kernels; how many values differ."""
         p, bad = self.program, 0
         record = cp.zeros((p.phases, p.record_vectors * bp.VECTOR), cp.uint16)
         cp.cuda.Device().synchronize()
         for prefetch in (0, 8):
-            self.launch(window, waiting_window, prefetch, record=record).launch()
+            self.launch(windows, prefetch, record=record).launch()
         self.bench.synchronize()
         x = self.x
         for phase, (kind, layer) in enumerate(p.weights):
@@ -93,22 +94,21 @@ class Chain:
         clean = bool((self.exchange == 0x80008000).all())
         return {"differ": bad + int((self.result != x).sum()), "spread": spread, "clean": clean}
 
-
-    def stress(self, window, waiting_window, launches):
+    def stress(self, windows, launches):
         """Launches with delays at random (K3_STRESS) whose result isn't that of the first without, or that leave something behind."""
         plain = Chain(self.bench, *self.made, CHECKED_LAYERS, self.build["copy"], self.build["ring"] >> 10)
-        plain.launch(window, waiting_window).launch()
+        plain.launch(windows).launch()
         self.bench.synchronize()
         bad = 0
         for _ in range(launches):
             self.result.fill(0)
             cp.cuda.Device().synchronize()
-            self.launch(window, waiting_window).launch()
+            self.launch(windows).launch()
             self.bench.synchronize()
             bad += not (bool((self.result == plain.result).all()) and bool((self.exchange == 0x80008000).all()))
         return bad
 
-    def lose(self, window, waiting_window):
+    def lose(self, windows):
         """A launch of which one block leaves out a unit: it must end, and say who waited for what. The context is lost."""
         words = self.words.get()
         at, left_out = 0, len(self.program.kinds) + 1
@@ -120,7 +120,7 @@ class Chain:
         self.words.set(words)
         cp.cuda.Device().synchronize()
         start = time.monotonic()
-        self.launch(window, waiting_window, limit_ns=500_000_000).launch()
+        self.launch(windows, limit_ns=500_000_000).launch()
         try:
             self.bench.synchronize()
         except Exception as error:   # whatever the driver calls it
@@ -144,8 +144,8 @@ class Choices:
 
 
 class Bench:
-    def __init__(self, layers, cases, is_plain=False):
-        self.is_plain = is_plain
+    def __init__(self, layers, cases, is_plain=False, expert_parts=None):
+        self.is_plain, self.expert_parts = is_plain, expert_parts
         self.device = open_device(0)
         self.cfg = K3Config.from_json(RELEASED_FOLDER)
         self.situ = (self.cfg.activation_situ_beta, self.cfg.activation_situ_linear_beta)
@@ -186,7 +186,7 @@ class Bench:
         self.core_text, self.core = text, None
 
     def kinds(self, experts, cluster):
-        return bp.with_experts(self.cfg, TP, cluster) if experts else bp.dense_products(self.cfg, TP, cluster)
+        return bp.with_experts(self.cfg, TP, cluster, self.expert_parts) if experts else bp.dense_products(self.cfg, TP, cluster)
 
     def standard(self, kind, weights, x, rows, choices, layer):
         """What the standard path's kernels make of a phase's input: BF16 bits [rows, outputs]."""

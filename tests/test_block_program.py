@@ -51,7 +51,7 @@ def launched(library, program, weights, x, choices=None, launches=1, record=None
     words = program.words if words is None else words
     names = dict(weights=places, programs=words, input=x, exchange=exchange, result=result, counts=counts, trouble=trouble, record=record, choices=choices)
     addresses = {n: a.ctypes.data for n, a in names.items() if a is not None}
-    args = ls.arguments(program, window=4096, waiting_window=2048, prefetch=2, limit_ns=limit_ns, situ=SITU, **addresses)
+    args = ls.arguments(program, window=4096, waiting_window=2048, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, **addresses)
     for launch in range(launches):
         pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3
         library.k3_shim_product_chain(three(program.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), program.grid.cluster, ctypes.c_uint(launch + 1), pointers)
@@ -208,7 +208,8 @@ def test_programs_of_the_released_shapes(cluster, rows):
 
 
 def test_what_the_kernel_cannot_do_is_refused():
-    for products, rows, grid, message in (((bp.Product("odd", 4, 16, 3),), 1, Grid(), "odd has 16 leaves of 3 k-steps"), (PRODUCTS, 9, Grid(), "9 rows"),
+    for products, rows, grid, message in (((bp.Product("odd", 4, 16, 3),), 1, Grid(), "odd has 16 leaves of 3 k-steps"),
+                                          ((PRODUCTS[0], bp.ExpertUp("up", 4, 24, 3)), 1, Grid(), "up has 24 leaves in 1 parts"), (PRODUCTS, 9, Grid(), "9 rows"),
                                           (PRODUCTS, 1, Grid(sms=131, cluster=2), "clusters of 2")):
         with pytest.raises(PlanError, match=message):
             bp.chain(products, 2, rows, grid)

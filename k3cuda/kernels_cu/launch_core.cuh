@@ -25,12 +25,11 @@ struct LaunchKinds<P, More...> {
 // other blocks.
 struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
 
-// Vectors that a thread asks for at once: as many as there are registers for.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kReceiveBatch = 2;
-#else
-constexpr int kReceiveBatch = 4;
+// Vectors that a thread asks for at once.
+#ifndef K3_RECEIVE_BATCH
+#define K3_RECEIVE_BATCH 4
 #endif
+constexpr int kReceiveBatch = K3_RECEIVE_BATCH;
 
 constexpr int kMaxKinds = 8;
 struct LaunchArgs {
@@ -44,7 +43,7 @@ struct LaunchArgs {
   const void* choices;     // [layer] LaunchChoice
   LaunchCounts* counts;
   Watch watch;
-  int phases, layer_phases, clearings, words, rows, slot_vectors, record_vectors, window, waiting_window, prefetch;
+  int phases, layer_phases, clearings, words, rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;   // first_window: of phases of kind 0
   float situ_beta, situ_linear_beta;
   LaunchLink links[kMaxKinds];
 };
@@ -110,6 +109,7 @@ struct LaunchBlock {
       const ProgramPhase p(at);
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
+      producer.window = p.kind ? a.window : a.first_window;
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
       at = p.next();
     }

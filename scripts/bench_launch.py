@@ -57,7 +57,7 @@ def main():
     parser.add_argument("--prefetch", type=numbers, default=[0], help="copies brought into the L2 while a ring is full")
     parser.add_argument("--whole-units", action="store_true", help="blocks of a cluster do units of w1 and w3 alone, and read all of their input")
     parser.add_argument("--define", action="append", default=[], help="NAME=VALUE for the kernel: K3_RECEIVE_BATCH (4: vectors that a thread asks for at once), "
-                        "K3_PRODUCER_PAUSE (32: nanoseconds between two looks at a full ring)")
+                        "K3_POLL (0; 1: who waits for the ring does not sleep)")
     parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--check", action="store_true", help="bytes only")
     parser.add_argument("--no-check", action="store_true", help="times only")

@@ -1,15 +1,15 @@
 // The weight stream of a persistent block: one producer thread fills a ring of shared memory by bulk copies in the order of the block's
 // program, consumer warps take single copies out of it. What is in flight is capped; the cap falls while the block waits for a hand-over,
 // whose loads would stand behind the weights otherwise. Every wait is bounded: who waited for what is written to host memory, then a trap
-// ends the launch. Who looks again and again takes issue slots from the warps that multiply: long waits sleep.
+// ends the launch. Who looks again and again takes issue slots from the warps that multiply, so long waits sleep (K3_POLL: they do not).
 #pragma once
 #include "exchange.cuh"
 #include "row_shape.cuh"
 
 constexpr int kConsumers = 16;                                   // warps; behind them the producer's and the janitor's
-constexpr u32 kTakePause = 100;                                   // nanoseconds between two looks at a copy that is not issued, a microsecond before it lands
-#ifndef K3_PRODUCER_PAUSE
-#define K3_PRODUCER_PAUSE 32                                     // nanoseconds after a look at the ring that found no room; 0: none
+constexpr u32 kTakePause = 300;                                   // nanoseconds between two looks at a copy that is not issued, a microsecond before it lands
+#ifndef K3_POLL
+#define K3_POLL 0
 #endif
 constexpr int kAllConsumers = 15;                                 // the barrier where they all meet; groups of them have 1 to 8
 constexpr int kProducer = kConsumers, kJanitor = kConsumers + 1, kLaunchThreads = (kConsumers + 2) * kWarpSize;
@@ -72,6 +72,7 @@ inline bool inbox_try(u64* bar, u32 parity) {
 }
 inline void barrier_arrive_times(u64* bar, u32 times) { while (times--) barrier_arrive(bar); }
 inline void bulk_prefetch(const void*, u32) {}
+inline int first_lane(u32 mask) { return __builtin_ffs(mask) - 1; }
 inline void pause_ns(u32 ns) {
   for (; ns >= 32; ns -= 32) shim_yield();
 }
@@ -108,6 +109,7 @@ K3_DEVICE bool inbox_try(u64* bar, u32 parity) {
 K3_DEVICE void barrier_arrive_times(u64* bar, u32 times) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(times) : "memory");
 }
+K3_DEVICE int first_lane(u32 mask) { return __ffs(mask) - 1; }   // -1: none
 K3_DEVICE void bulk_prefetch(const void* p, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory"); }
 K3_DEVICE void pause_ns(u32 ns) { __nanosleep(ns); }
 K3_DEVICE void warps_sync(int id, int threads) {
@@ -160,7 +162,7 @@ struct LaunchRing {
   K3_DEVICE const u8* take(u32 n, const Watch& watch, int phase) {
     const u32 slot = n % kSlots, parity = n / kSlots & 1;
     for (Spin spin; issued[slot] != n + 1 || !barrier_try(full + slot, parity); spin.turn(watch, kWaitWeights, phase, n))
-      if (issued[slot] != n + 1) pause_ns(kTakePause);
+      if (!K3_POLL && issued[slot] != n + 1) pause_ns(kTakePause);
     return slots + slot * kSlotBytes;
   }
   // A whole warp; shares of the warps that take a copy add up to kConsumers.
@@ -191,6 +193,13 @@ struct LaunchProducer {
     K3_DEVICE bool passed(u64* barriers) const { return at < 0 || barrier_test(barriers + at, parity); }
   };
   static K3_DEVICE Before before(u32 n) { return {int(n) < 0 ? -1 : int(n % Ring::kSlots), n / Ring::kSlots & 1}; }
+  // Until the first lane with a copy to issue may go on: until a barrier of its passes, counted from the first full one.
+  K3_DEVICE void sleep(bool mine, int barrier, u32 parity) const {
+    const int first = first_lane(__ballot_sync(kFullWarp, mine));
+    if (first < 0) return;
+    barrier = __shfl_sync(kFullWarp, barrier, first), parity = __shfl_sync(kFullWarp, parity, first);
+    barrier_try(ring.full + barrier, parity);
+  }
   static K3_DEVICE u32 copies_of(u32 window, u32 bytes) { return max_of(1, min_of(kMostAhead, window / bytes)); }
 
   // Copies 0 to count - 1 of a phase, most of them of `bytes`: a slot gets pieces(i) copies of `each` bytes, number j from from(i, j).
@@ -217,7 +226,7 @@ struct LaunchProducer {
           ring.issued[slot] = n + 1;
           mine = false;
         } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
-        if (K3_PRODUCER_PAUSE && !__any_sync(kFullWarp, fits)) pause_ns(K3_PRODUCER_PAUSE);
+        if (!K3_POLL && !prefetch && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : last.at, may ? room.parity : last.parity);
         if (prefetch && __any_sync(kFullWarp, may && !fits) && ++idle % kIdleTurns == 0) {
           fetched = max_of(fetched, first + kLanes);
           if (fetched < min_of(count, first + kLanes + prefetch)) {

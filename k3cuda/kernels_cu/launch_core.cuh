@@ -1,10 +1,11 @@
 // Many phases in one launch: a persistent block an SM works off its program, data made by k3cuda/block_program.py. docs/megakernel.md.
 //
-// Program of a block, 32-bit words, phase after phase: kind | in slot << 4 | out slot << 8 | slot to clear << 12 | units << 16; how many
-// phases must have been cleaned up before this one reads or writes; then the units, each a tile. kNoSlot: the launch's input, its result,
-// nothing to clear.
+// Program of a block, 32-bit words, phase after phase (ProgramPhase in launch_fields.cuh): kind | extra << 8 | units << 16; the slots that it reads,
+// writes and clears, 4 bits each; how many phases must have been cleaned up before it reads or writes, and which kinds' results lie in what it
+// clears; then the units: tiles, or slices of rows. kNoSlot: the launch's input, its result, nothing to clear.
 #pragma once
 #include "launch_experts.cuh"
+#include "launch_mix.cuh"
 
 // Kinds of phases, by their place in the program's words.
 template <class... P> struct LaunchKinds;
@@ -31,20 +32,19 @@ struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
 #endif
 constexpr int kReceiveBatch = K3_RECEIVE_BATCH;
 
-constexpr int kMaxKinds = 8;
+constexpr int kMaxKinds = 16;
 struct LaunchArgs {
-  const u64* weights;      // [phase]: where its packed weights lie
+  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, LaunchChoice or the router's bias of other phases
   const u32* programs;     // [block][words]
   const uint4* input;      // [rows][row of the first phase], BF16 without kNotThere
   uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
   uint4* result;           // [rows][row of the last phase]
   uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
   u64* stamps;             // [block][phase][4] nanoseconds: wait, input here, units done; null: not kept
-  const void* choices;     // [layer] LaunchChoice
   LaunchCounts* counts;
   Watch watch;
-  int phases, layer_phases, clearings, words, rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;   // first_window: of phases of kind 0
-  float situ_beta, situ_linear_beta;
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;   // block_rows: of a closed block; first_window: of phases of kind 0
+  float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };
 
@@ -82,10 +82,11 @@ struct LaunchBlock {
   const u32* program;
   ConsumerCounts counts = {};
   Me me;
+  int rank;   // in its cluster
 
   typedef S Shape;
   K3_DEVICE LaunchBlock(u8* memory)
-      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), program((const u32*)(memory + S::kProgramAt)) {}
+      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), program((const u32*)(memory + S::kProgramAt)), rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
 
   K3_DEVICE void begin(const LaunchArgs& args) {
     for (int i = threadIdx.x; i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
@@ -122,7 +123,11 @@ struct LaunchBlock {
     for (int phase = 0; phase < a.phases; ++phase) {
       const ProgramPhase p(at);
       janitor.received(phase);
-      if (p.clear != kNoSlot) janitor.clear(a.exchange + size_t(p.clear) * a.slot_vectors, a.slot_vectors, phase);
+      if (p.clear(0) != kNoSlot)
+        janitor.clear(phase, [&](auto&& slice_of) {
+#pragma unroll 1
+          for (int i = 0; i < kMaxClears && p.clear(i) != kNoSlot; ++i) slice_of(a.exchange + size_t(p.clear(i)) * a.slot_vectors, a.links[p.cleared(i)].vectors);
+        });
       if (lane_id() == 0) state.cleaned = phase + 1;
       at = p.next();
     }
@@ -154,7 +159,8 @@ struct LaunchBlock {
   }
 
   // ---- what kinds of phases are made of ----
-  K3_DEVICE int part() const { return int(cluster_rank()); }
+  K3_DEVICE Consumers team() const { return {me}; }
+  K3_DEVICE int part() const { return rank; }
   K3_DEVICE const LaunchLink& link(const ProgramPhase& p) const { return a.links[p.kind]; }
   K3_DEVICE uint4* x() const { return (uint4*)(smem + S::kXAt); }
   K3_DEVICE float* partial(u32 turn) const { return (float*)(smem + S::kPartialAt) + turn % 2 * S::kPartial; }
@@ -165,12 +171,16 @@ struct LaunchBlock {
   K3_DEVICE u64* added(int group, u32 turn) const { return stored(group, turn) + 1; }
   K3_DEVICE typename S::Choice& choice() const { return *(typename S::Choice*)(smem + S::kChoiceAt); }
 
-  // A phase's input into shared memory: of each of `rows` rows `per` vectors from `first` on, at most kMost in all; keep(row, vector, value).
+  // Row 0 of field `i` that a phase reads.
+  K3_DEVICE const uint4* input(const ProgramPhase& p, int i) const {
+    return (p.in(i) == kNoSlot ? a.input : a.exchange + size_t(p.in(i)) * a.slot_vectors) + link(p).in[i].at;
+  }
+  // A phase's first field into shared memory: of each of `rows` rows `per` vectors from `first` on, at most kMost in all; keep(row, vector, value).
   template <int kMost, class Keep>
   K3_DEVICE void receive(const ProgramPhase& p, int phase, int rows, int per, int first, Keep&& keep) {
     constexpr int kAll = kConsumers * kWarpSize, kBatch = max_of(1, min_of(kReceiveBatch, (kMost + kAll - 1) / kAll));
-    const uint4* from = (p.in == kNoSlot ? a.input : a.exchange + size_t(p.in) * a.slot_vectors) + first;
-    const int row = link(p).in_row;
+    const uint4* from = input(p, 0) + first;
+    const int row = link(p).in[0].row;
     auto before_keep = [] { warps_sync(kAllConsumers, kAll); };   // all are finished with the phase before
     receive_vectors<kBatch>(me.thread(), kAll, rows * per, a.watch, phase, [&](int i) { return from + i / per * row + i % per; }, before_keep,
                             [&](int i, const uint4& v) { keep(i / per, i % per, v); });
@@ -181,15 +191,18 @@ struct LaunchBlock {
     if (me.thread() == 0) state.waiting = 0, state.received = phase + 1;
     stamp(phase, 1);
   }
-  // Vector `column` of result row `row`, which eight lanes hold.
-  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane) const {
+  // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
+  template <int kLanes = 8>
+  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0) const {
     const LaunchLink& to = link(p);
-    if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.width + column] = v;
-    uint4* slot = p.out == kNoSlot ? a.result : a.exchange + size_t(p.out) * a.slot_vectors;
+    const LaunchField& f = to.out[field];
+    if (column >= f.width) return;
+    if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
+    uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;
 #pragma unroll 1
-    for (int copy = lane; copy < to.copies; copy += 8) {
-      const int place = copy * to.width + column;
-      if (place < to.row) store_exchange(slot + row * to.row + place, v);
+    for (int copy = lane; copy < f.copies; copy += kLanes) {
+      const int place = copy * f.width + column;
+      if (place < f.limit) store_exchange(slot + place, v);
     }
   }
 

@@ -1,19 +1,8 @@
 // Routed experts inside the single launch: sums and results of expert_core.cuh, weights out of the block's ring. Which experts a layer reads
 // is known when its choice is: the producer enters them then.
 #pragma once
-#include "expert_core.cuh"
+#include "launch_choice.cuh"
 #include "launch_product.cuh"
-#include "situ.cuh"
-
-// What a step chose in a layer, and for the sum of a row's experts: of its rank-th expert the list position is order[row * top_k + rank], the
-// weight factor[row * top_k + rank].
-template <int kMaxItems>
-struct LaunchChoice {
-  ExpertList<kMaxItems> list;
-  float weight[kMaxItems];   // of an item
-  float factor[kMaxItems];
-  u16 place[kMaxItems], order[kMaxItems];
-};
 
 // Leaves that one copy brings.
 constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return leaves > 1 && leaves * leaf_bytes > slot_bytes ? copy_leaves(leaves / 2, leaf_bytes, slot_bytes) : leaves; }
@@ -45,7 +34,7 @@ struct LaunchExpertUp {
 
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase&, const u8* w, int phase) {
-    for (Spin spin; int(block.state.chosen) <= phase;) spin.turn(block.a.watch, kWaitChoice, phase, 0);
+    for (Spin spin; block.state.chosen < producer.choices;) spin.turn(block.a.watch, kWaitChoice, phase, 0);
     __syncwarp();
     const auto& list = block.choice().list;
     const Run run = run_of(list.entries);
@@ -56,31 +45,6 @@ struct LaunchExpertUp {
     });
   }
 
-  // The choice of this layer from memory, and the order of each row's experts. All consumers.
-  template <class Block>
-  static K3_DEVICE void choose(Block& block, int phase) {
-    typedef typename Block::Shape S;
-    constexpr int kAll = kConsumers * kWarpSize;
-    auto& choice = block.choice();
-    const u32* from = (const u32*)((const typename S::Choice*)block.a.choices + phase / block.a.layer_phases);
-#pragma unroll 1
-    for (int i = block.me.thread(); i < int(sizeof(choice) / 4); i += kAll) ((u32*)&choice)[i] = ((volatile const u32*)from)[i];
-    warps_sync(kAllConsumers, kAll);
-    if (block.me.thread() == 0) block.state.chosen = phase + 1;
-#pragma unroll 1
-    for (int i = block.me.thread(); i < choice.list.items; i += kAll) choice.place[choice.list.item[i]] = u16(i);
-    warps_sync(kAllConsumers, kAll);
-#pragma unroll 1
-    for (int i = block.me.thread(); i < choice.list.items; i += kAll) {   // positions rise with the expert
-      const int row = i / S::kTopK;
-      int rank = 0;
-      K3_UNROLL
-      for (int other = 0; other < S::kTopK; ++other) rank += choice.place[row * S::kTopK + other] < choice.place[i];
-      choice.order[row * S::kTopK + rank] = choice.place[i];
-      choice.factor[row * S::kTopK + rank] = choice.weight[i];
-    }
-  }
-
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
@@ -88,7 +52,6 @@ struct LaunchExpertUp {
     block.template receive<kOwnVectors * S::kTokens>(p, phase, block.a.rows, kOwnVectors, part(block) * kOwnVectors, [&](int token, int k, const uint4& v) {
       shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = scale_tokens(v);
     });
-    choose(block, phase);
     block.received(phase);
     const auto& list = block.choice().list;
     const Run run = run_of(list.entries);
@@ -219,7 +182,7 @@ struct LaunchExpertUp {
 
 // w2 of one leaf: a row's experts summed in rising id. A block has a pair of tiles, of every entry; warps take entries in turn.
 //   kTiles_  of an expert
-template <int kGroups_, int kTiles_, int kSlotBytes>
+template <int kGroups_, int kTiles_, int kSlotBytes, class Out>
 struct LaunchExpertDown {
   static constexpr int kGroups = kGroups_, kTiles = kTiles_, kLeafBytes = mxfp4_leaf_bytes(kGroups);
   static constexpr int kItemVectors = kGroups * 4, kItemStride = kItemVectors + (kGroups % 2 ? 0 : 4);   // neighbours lie in different banks
@@ -285,8 +248,7 @@ struct LaunchExpertDown {
       for (int rank = 0; rank < S::kTopK; ++rank) {
         sum = fmaf(choice.factor[row * S::kTopK + rank], results[choice.order[row * S::kTopK + rank] * width + column], sum);
       }
-      const uint4 v = pack_vector(sum, block.me.lane);
-      if (i < block.a.rows * width) block.publish(p, phase, row, own.first * 2 + column / 8, v, i % 8);
+      Out::put(block, p, phase, row, own.first + column / kTileRows, column / 8 % 2, sum, i < block.a.rows * width, i % 8);
     }
   }
 };

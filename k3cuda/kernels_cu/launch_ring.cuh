@@ -118,16 +118,30 @@ K3_DEVICE void warps_sync(int id, int threads) {
 }
 #endif
 
-// Which thread of the block this is, unknown to the compiler: what follows from it for one kind of phase is not kept through all others.
+// Which thread of the block this is, and which block of its cluster, unknown to the compiler: what follows from it for one kind of phase is not kept
+// through all others.
 struct Me {
   int warp, lane;
-  K3_DEVICE Me() : warp(warp_id()), lane(lane_id()) {
-#ifndef K3_HOST_SHIM
-    asm volatile("" : "+r"(warp), "+r"(lane));
+  K3_DEVICE Me() {
+#ifdef K3_HOST_SHIM
+    const u32 thread = threadIdx.x;
+#else
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
 #endif
+    warp = thread / kWarpSize, lane = thread % kWarpSize;
   }
   K3_DEVICE int thread() const { return warp * kWarpSize + lane; }
 };
+K3_DEVICE int my_cluster_rank() {
+#ifdef K3_HOST_SHIM
+  return cluster_rank();
+#else
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#endif
+}
 
 // Zero, unknown to the compiler. Added to an address in shared memory: the pointer itself would no longer be known to point there.
 K3_DEVICE u32 unknown_zero() {
@@ -143,7 +157,7 @@ struct LaunchState {
   volatile u32 received;   // phases whose input this block has read
   volatile u32 cleaned;    // phases whose used-up slots are clean everywhere
   volatile u32 waiting;    // this block waits for a hand-over
-  volatile u32 chosen;     // the last phase that this block knows the experts of, plus 1
+  volatile u32 chosen;     // choices of experts that this block has made
 };
 
 template <int kSlots_, int kSlotBytes_>
@@ -184,7 +198,7 @@ struct LaunchProducer {
   const Watch& watch;
   u32 window, waiting_window;   // bytes in flight at most, and while the block waits for a hand-over
   int prefetch;                 // copies of the same phase that are brought into the L2 while the ring is full, at most
-  u32 issued = 0;
+  u32 issued = 0, choices = 0;  // copies; choices of experts that it has come by
 
   // A copy whose barrier must have passed before another is issued; none if the count has not come so far.
   struct Before {

@@ -50,6 +50,13 @@ K3_DEVICE u64 device_ns() {
 
 K3_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
 K3_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
+// The threads that do one thing together, and which of them this is: all of the block, where others do nothing else.
+struct WholeBlock {
+  K3_DEVICE int thread() const { return threadIdx.x; }
+  K3_DEVICE int warp() const { return warp_id(); }
+  K3_DEVICE int lane() const { return lane_id(); }
+  K3_DEVICE void sync() const { __syncthreads(); }
+};
 K3_DEVICE float bf16_to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 
 // Nearest, ties to even: the rounding of docs/numerics.md.

@@ -169,6 +169,7 @@ struct LaunchBlock {
   // Of the two buffers of a group's leaf sums that of a turn: all are there; all have been added.
   K3_DEVICE u64* stored(int group, u32 turn) const { return heard(S::kInboxes) + (group * 2 + turn % 2) * 2; }
   K3_DEVICE u64* added(int group, u32 turn) const { return stored(group, turn) + 1; }
+  K3_DEVICE ConsumerCounts& kept() const { return ((ConsumerCounts*)(smem + S::kCountsAt))[not_before_here(me.warp)]; }
   K3_DEVICE typename S::Choice& choice() const { return *(typename S::Choice*)(smem + S::kChoiceAt); }
 
   // Row 0 of field `i` that a phase reads.
@@ -212,7 +213,7 @@ struct LaunchBlock {
     if (p.units) {
       stamp(phase, 0);
       if (me.thread() == 0) state.waiting = 1;
-      for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, p.needs());
+      for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
       stamp(phase, 2);
     } else if (me.thread() == 0) state.received = phase + 1;
@@ -227,14 +228,16 @@ K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
 #pragma unroll 1
   for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
-    ConsumerCounts* kept = (ConsumerCounts*)(block.smem + S::kCountsAt) + block.me.warp;
-    block.counts = *kept;
+    block.counts = block.kept();
     const u32* words = (const u32*)(block.smem + block.counts.at);
     __syncwarp();
-    if (block.me.lane == 0) kept->at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
+    if (block.me.lane == 0) block.kept().at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
     block.consume(words, phase);
     __syncwarp();
-    if (block.me.lane == 0) kept->copies = block.counts.copies, kept->turns = block.counts.turns, kept->expert_turns = block.counts.expert_turns;
+    if (block.me.lane == 0) {
+      ConsumerCounts& kept = block.kept();
+      kept.copies = block.counts.copies, kept.turns = block.counts.turns, kept.expert_turns = block.counts.expert_turns;
+    }
     __syncwarp();
   }
 }

@@ -27,7 +27,7 @@ struct LaunchExpertUp {
   template <class Block> static K3_DEVICE int part(const Block& block) { return kParts > 1 ? block.part() : 0; }
   struct Run { int begin, end; };
   static K3_DEVICE Run run_of(int entries) {
-    const int units = entries * kPairs, clusters = gridDim.x / kParts, own = blockIdx.x / kParts, per = units / clusters, more = units % clusters;
+    const int units = entries * kPairs, clusters = blocks_of_grid() / kParts, own = blockIdx.x / kParts, per = units / clusters, more = units % clusters;
     const int begin = own * per + min_of(own, more);
     return {begin, begin + per + (own < more)};
   }
@@ -57,16 +57,14 @@ struct LaunchExpertUp {
     const Run run = run_of(list.entries);
     const int group = block.me.warp / kUnitWarps, own = block.me.warp % kUnitWarps, leaf = own % kTileWarps * kWarpLeaves;
     const uint4* x = shared + leaf * kGroups * S::kTokens * 4 + block.me.lane % 4;
-    const u32 first_copy = block.counts.copies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
+    u32 copy = block.counts.copies + group * kUnitCopies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
     block.counts.copies += (run.end - run.begin) * kUnitCopies;
     u32& turns = block.counts.expert_turns;
 #pragma unroll 1
-    for (int u = run.begin + group; u < run.end; u += kUnits, ++turns) {
+    for (int u = run.begin + group; u < run.end; u += kUnits, copy += kUnits * kUnitCopies, ++turns) {
       block.stress(phase, turns);
-      const int entry = u / kPairs, first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
       // Columns beyond the entry's items are the last item's once more: nobody looks at them.
-      const uint4* mine = x + list.item[first + min_of(block.me.lane / 4, count - 1)] / S::kTopK * 4;
-      const u32 copy = first_copy + (u - run.begin) * kUnitCopies;
+      const uint4* mine = x + list.item[min_of(entry_first(list.entry[u / kPairs]) + block.me.lane / 4, entry_first(list.entry[u / kPairs + 1]) - 1)] / S::kTopK * 4;
       const u8* w = block.ring.take(copy, block.a.watch, phase) + leaf % kCopyLeaves * kLeafBytes;
       float c[4] = {};   // what is added to zero here is never -0
 #pragma unroll 1
@@ -91,6 +89,7 @@ struct LaunchExpertUp {
         if (token < S::kTokens) partial[(own * S::kTokens + token) * kSumStride + row] = c[i];
       }
       arrive(block, block.stored(group, turns));
+      const int first = entry_first(list.entry[u / kPairs]), count = entry_first(list.entry[u / kPairs + 1]) - first;   // again: not kept meanwhile
       // As many warps as a unit has values for finish it, other ones each time.
       const int thread = (own + turns) % kUnitWarps * kWarpSize + block.me.lane;
       if constexpr (kParts == 1) finish(block, p, phase, partial, thread, group, turns, u, first, count);

@@ -152,6 +152,17 @@ K3_DEVICE u32 unknown_zero() {
   return zero;
 }
 
+// gridDim.x, asked for where it is used: else it is kept through all of the launch.
+K3_DEVICE int blocks_of_grid() {
+#ifdef K3_HOST_SHIM
+  return int(gridDim.x);
+#else
+  int n;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n));
+  return n;
+#endif
+}
+
 // What the warps of a block tell each other.
 struct LaunchState {
   volatile u32 received;   // phases whose input this block has read

@@ -167,8 +167,8 @@ class ExpertUp(Kind):
         return self.inputs // self.parts * 2 * rows
 
     def kind(self, copy: int, most: int) -> str:
-        if self.leaves // self.parts > TREE_LEAVES // 2:
-            raise PlanError(f"{self.name} has {self.leaves} leaves in {self.parts} parts; wanted at most {TREE_LEAVES // 2} a block: take clusters of 2 or 4")
+        if TREE_LEAVES % (self.leaves // self.parts):
+            raise PlanError(f"{self.name} has {self.leaves} leaves in {self.parts} parts; wanted at most {TREE_LEAVES} a block, a power of two")
         return f"LaunchExpertUp<{self.leaves}, {self.groups}, {self.pairs}, {self.parts}, {copy}>"
 
 

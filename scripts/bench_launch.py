@@ -4,7 +4,7 @@ Chains of products (`0` without experts, `16` with as many chosen beforehand), a
 experts (`layer`; `layer16`: forced), experts and their norm.
 
     scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48:16,48:48] [--layers 21]
-                            [--prefetch 0,24] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
+                            [--prefetch 0,24] [--whole-units] [--define K3_RECEIVE_BATCH=8] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
 """
 import argparse
 import ctypes
@@ -25,13 +25,13 @@ from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 
-def by_phase(chain, window, waiting_window, prefetch):
+def by_phase(chain, windows, prefetch):
     """Median microseconds of every kind of phase: `hand_over` from the last end of what it reads to the last block's input, `works` from there
     to the last end, `block_waits` and `block_works` of single blocks."""
     p = chain.program
     stamps = cp.zeros((chain.grid, p.phases, 4), cp.uint64)
     for _ in range(2):
-        chain.launch(window, waiting_window, prefetch, stamps=stamps).launch()
+        chain.launch(windows, prefetch, stamps=stamps).launch()
     chain.bench.synchronize()
     t = stamps.get().astype(np.int64)
     works = t[:, :, 2] > 0
@@ -56,10 +56,13 @@ def main():
     cases = lambda text: [Case(w) for w in text.split(",")]
     parser.add_argument("--cases", type=cases, default=cases("0:1,0:8,16:1,107:8,layer:1,layer:8,layer16:1,layer107:8"), help="what, and rows")
     parser.add_argument("--clusters", type=numbers, default=[1, 2, 4])
-    parser.add_argument("--windows", type=pairs, default=[(48, 16), (48, 48)], help="KB in flight, and while a hand-over is pending")
+    parser.add_argument("--windows", type=pairs, default=[(48, 16), (48, 48)], help="KB in flight, while a hand-over is pending, and in kda_in if that is to have another")
     parser.add_argument("--copy", type=numbers, default=[7680], help="bytes of a copy at most")
     parser.add_argument("--ring", type=numbers, default=[160], help="KB at most")
     parser.add_argument("--prefetch", type=numbers, default=[0], help="copies brought into the L2 while a ring is full")
+    parser.add_argument("--whole-units", action="store_true", help="blocks of a cluster do units of w1 and w3 alone, and read all of their input")
+    parser.add_argument("--define", action="append", default=[], help="NAME=VALUE for the kernel: K3_RECEIVE_BATCH (4: vectors that a thread asks for at once), "
+                        "K3_POLL (0; 1: who waits for the ring does not sleep)")
     parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--check", action="store_true", help="bytes only")
     parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="phases whose bytes count, by name")
@@ -69,27 +72,28 @@ def main():
     parser.add_argument("--lose", action="store_true", help="lose a result of the first layout: must end in a record")
     parser.add_argument("--plain", action="store_true", help="not a cooperative launch")
     args = parser.parse_args()
-    bench, results, wrong = Bench(args.cases, args.plain), [], 0
+    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None), [], 0
     layouts = [(case, c, copy, ring) for case in args.cases for c in args.clusters for copy in args.copy for ring in args.ring
-               if (c > 1 or not case.has_experts) and (c < 4 or copy <= 8192)]   # a block has 16 / c leaves of a tile, of which a large copy brings several
-    options = ((), ("-DK3_STRESS",))[:1 + bool(args.stress)]
+               if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
+    defines = tuple(f"-D{d}" for d in args.define)
+    options = (defines, (*defines, "-DK3_STRESS"))[:1 + bool(args.stress)]
     bench.prepare([ls.source(bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)), ring=ring * 1024, copy=copy)
                    for case, c, copy, ring in layouts], options)
     kb = [tuple(n * 1024 for n in w) for w in args.windows]
     for case, c, copy, ring in layouts if not args.no_check else ():
-        chain = Chain(bench, case, c, CHECKED_LAYERS, copy, ring)
-        differ, spread, clean = chain.check(*kb[0])
+        chain = Chain(bench, case, c, CHECKED_LAYERS, copy, ring, defines)
+        differ, spread, clean = chain.check(kb[0])
         print(f"{case}, clusters of {c} ({chain.clusters} fit), copies of {copy}: {chain.grid} blocks, {chain.slots} slots, spread {spread:.2f}, "
               f"{'clean' if clean else 'NOT CLEAN'}; values that differ: " + ", ".join(f"{name} {n}" for name, n in differ.items()), flush=True)
         if missing := set(args.only or ()) - set(differ):
             print(f"  it has no {', '.join(sorted(missing))}")
         wrong += sum(n for name, n in differ.items() if not args.only or name in args.only) + (not clean) + (not 0.1 < spread < 100)
     for case, c, copy, ring in layouts if args.stress else ():
-        bad = Chain(bench, case, c, CHECKED_LAYERS, copy, ring, ("-DK3_STRESS",)).stress(*kb[0], args.stress)
+        bad = Chain(bench, case, c, CHECKED_LAYERS, copy, ring, options[1]).stress(kb[0], args.stress)
         print(f"{case}, clusters of {c}, copies of {copy}: {bad} of {args.stress} delayed launches went wrong", flush=True)
         wrong += bad
     if args.lose:
-        ended = Chain(bench, *layouts[0][:2], CHECKED_LAYERS, *layouts[0][2:]).lose(*kb[0])
+        ended = Chain(bench, *layouts[0][:2], CHECKED_LAYERS, *layouts[0][2:], defines).lose(kb[0])
         print(f"a lost result: {ended or 'not noticed'}", flush=True)
         os._exit(int(not ended or bool(wrong)))   # nothing on the device can be given back any more
     if args.check or wrong:
@@ -100,19 +104,19 @@ def main():
     ceiling = bench.timer.read_ceiling(pool, bench.device.name)
     print(f"read ceiling {ceiling / 1e12:.3f} TB/s")
     for case, c, copy, ring in layouts:
-        chain = Chain(bench, case, c, args.layers, copy, ring)
-        experts = chain.experts_read(*kb[0]) if case.has_experts else 0.0
+        chain = Chain(bench, case, c, args.layers, copy, ring, defines)
+        experts = chain.experts_read(kb[0]) if case.has_experts else 0.0
         nbytes = bench.layer_bytes(chain, experts)
         floor = nbytes / ceiling * 1e6
-        for window, prefetch in ((w, n) for w in kb for n in args.prefetch):
-            us = bench.timer.median(chain.launch(*window, prefetch).launch, repeats=5, warm=1) * 1e6 / args.layers
+        for windows, prefetch in ((w, n) for w in kb for n in args.prefetch):
+            us = bench.timer.median(chain.launch(windows, prefetch).launch, repeats=5, warm=1) * 1e6 / args.layers
             bench.synchronize()
             results.append({"case": case.what, "rows": case.rows, "experts": experts, "cluster": c, "blocks": chain.grid, "copy": copy, "slots": chain.slots,
-                            "window": window, "prefetch": prefetch, "us_a_layer": us, "mb_a_layer": nbytes / 1e6, "floor_us": floor, "ratio": us / floor})
-            print(f"{case}, {experts:.0f} experts, clusters of {c}, {chain.grid} blocks, copies of {copy}, {chain.slots} slots, window {window[0] >> 10}:{window[1] >> 10}, "
+                            "window": windows, "prefetch": prefetch, "us_a_layer": us, "mb_a_layer": nbytes / 1e6, "floor_us": floor, "ratio": us / floor})
+            print(f"{case}, {experts:.0f} experts, clusters of {c}, {chain.grid} blocks, copies of {copy}, {chain.slots} slots, window {':'.join(str(w >> 10) for w in windows)}, "
                   f"prefetch {prefetch}: {us:.2f} us a layer, {us / floor:.2f} x of {nbytes / 1e6:.1f} MB", flush=True)
         if args.stamps:
-            results[-1]["phases"] = by_phase(chain, *kb[0], args.prefetch[-1])
+            results[-1]["phases"] = by_phase(chain, kb[0], args.prefetch[-1])
             for name, times in results[-1]["phases"].items():
                 print(f"    {name:16} " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
     commit = os.environ.get("K3CUDA_COMMIT") or subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()

@@ -3,6 +3,7 @@ import ctypes
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import cupy as cp
@@ -31,7 +32,7 @@ FIRST_LAYER = 36             # of whole layers: the first one opens a block, thr
 FORCED_POOL = 128            # experts of a layer that the device holds where all choices are forced
 LAYER_SLOTS = 10
 WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose")
+         "its own block to choose", "sums of its own block")
 
 
 class Case:
@@ -93,35 +94,36 @@ class Chain:
         clusters = check(driver().cuOccupancyMaxActiveClusters(launch.function, launch.config))
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
-    def launch(self, window, waiting_window, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
+    def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
+        """`windows`: bytes in flight, while waiting, and of the first kind if they are others."""
         names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
                  "record": record, "stamps": stamps}
         bench = self.bench
-        args = ls.arguments(self.program, window=window, waiting_window=waiting_window, prefetch=prefetch, limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
+        args = ls.arguments(self.program, **dict(zip(("window", "waiting_window", "first_window"), windows)), prefetch=prefetch, limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
                             situ=bench.situ, routed_scale=bench.cfg.routed_scaling_factor, norm_eps=bench.cfg.rms_norm_eps, block_rows=bp.MAX_TOKENS,
                             **{n: a.data.ptr for n, a in names.items() if a is not None})
         return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=bench.timer.raw, cluster=self.cluster,
                       cooperative=not bench.is_plain)
 
-    def run(self, window, waiting_window, prefetch=0, **more):
+    def run(self, windows, prefetch=0, **more):
         """One launch from the same prefix sums and closed blocks as every other one."""
         self.bench.begin()
-        self.launch(window, waiting_window, prefetch, **more).launch()
+        self.launch(windows, prefetch, **more).launch()
         self.bench.synchronize()
 
-    def recorded(self, window, waiting_window, prefetch=0):
+    def recorded(self, windows, prefetch=0):
         record = cp.zeros((self.program.phases, self.program.record_vectors * 4), cp.uint32)
-        self.run(window, waiting_window, prefetch, record=record)
+        self.run(windows, prefetch, record=record)
         return record.get()
 
-    def check(self, window, waiting_window):
+    def check(self, windows):
         """Every phase's results of two launches against the standard path's kernels on what it read. Returns how many values differ: by phase's name, of the sums
         that stay, of the result."""
         p, bench = self.program, self.bench
         standard, device = self.standard(), GpuDevice(self.bench, self.bench.module(self.standard().text)[0])
         differ = {}
         for prefetch in (0, 8):
-            record = self.recorded(window, waiting_window, prefetch)
+            record = self.recorded(windows, prefetch)
             hidden, blocks = bench.hidden_before.get(), bench.blocks_before.get()
             for layer, made in self.kdas.items():
                 made.records = {n: self.kda_arrays[layer][n].get() for n in made.records}
@@ -138,26 +140,26 @@ class Chain:
         bench = self.bench
         return Standard(self.program, bench.device.sms, True, bench.situ, bench.cfg.routed_scaling_factor, bench.cfg.rms_norm_eps)
 
-    def experts_read(self, window, waiting_window):
+    def experts_read(self, windows):
         """Distinct experts of a layer, the mean of all."""
         if self.choices:
             return float(np.mean([made["entries"][0] for made in self.choices.values()]))
-        record, p = self.recorded(window, waiting_window), self.program
+        record, p = self.recorded(windows), self.program
         routes = [(phase, p.kinds[kind]) for phase, (kind, _) in enumerate(p.weights) if isinstance(p.kinds[kind], lk.Route)]
         return float(np.mean([len(np.unique(record[phase][:p.rows * 2 * k.top_k].reshape(p.rows, 2, k.top_k)[:, 0])) for phase, k in routes])) if routes else 0.0
 
-    def stress(self, window, waiting_window, launches):
+    def stress(self, windows, launches):
         """Launches with delays at random (K3_STRESS) whose result isn't that of the first without, or that leave something behind."""
         plain = Chain(self.bench, self.case, self.cluster, self.layers, self.build["copy"], self.build["ring"] >> 10)
-        plain.run(window, waiting_window)
+        plain.run(windows)
         bad = 0
         for _ in range(launches):
             self.result.fill(0)
-            self.run(window, waiting_window)
+            self.run(windows)
             bad += not (bool((self.result == plain.result).all()) and bool((self.exchange == NOT_THERE).all()))
         return bad
 
-    def lose(self, window, waiting_window):
+    def lose(self, windows):
         """A launch of which one block leaves out a unit: it must end, and say who waited for what. The context is lost."""
         words, p = self.words.get(), self.program
         at, second = 0, len(p.kinds) + 1
@@ -172,7 +174,7 @@ class Chain:
         reader = next(i for i, sources in enumerate(p.sources) if phase in sources)
         start = time.monotonic()
         try:
-            self.run(window, waiting_window, limit_ns=500_000_000)
+            self.run(windows, limit_ns=500_000_000)
         except Exception as error:   # whatever the driver calls it
             # Who needs the lost result stands at its reader; who needs something of those, further on.
             return self.bench.trouble[0] and reader <= self.bench.trouble[3] < reader + len(p.kinds) and f"{type(error).__name__} after {time.monotonic() - start:.2f} s"
@@ -212,8 +214,8 @@ class GpuDevice:
 
 
 class Bench:
-    def __init__(self, cases, is_plain=False):
-        self.is_plain = is_plain
+    def __init__(self, cases, is_plain=False, expert_parts=None):
+        self.is_plain, self.expert_parts = is_plain, expert_parts
         self.device = open_device(0)
         self.cfg = K3Config.from_json(RELEASED_FOLDER)
         self.plan = build_plan(self.cfg, TP)
@@ -233,10 +235,11 @@ class Bench:
         cp.cuda.Device().synchronize()
 
     def program(self, case, layers, grid):
+        parts = lambda kinds: tuple(replace(k, parts=self.expert_parts or k.parts) if isinstance(k, lk.ExpertUp) else k for k in kinds)
         if not case.is_layer:
-            kinds = lr.with_experts(self.cfg, TP, grid.cluster) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
+            kinds = parts(lr.with_experts(self.cfg, TP, grid.cluster)) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
             return bp.chain(kinds, layers, case.rows, grid, self.cfg.num_experts_per_token if case.forced else 0)
-        kinds = layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced))
+        kinds = parts(layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced)))
         steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers))
         return bp.program(kinds, steps, case.rows, grid, self.cfg.num_experts_per_token, slots=LAYER_SLOTS)
 

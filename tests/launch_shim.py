@@ -68,12 +68,13 @@ def small_steps(kinds, opening=(True, False, True)):
 class Case:
     """A program, its library, and everything that a launch of it reads."""
 
-    def __init__(self, folder, kinds, rows, layers=3, seed=0):
-        self.rows, grid = rows, Grid(sms=BLOCKS)
+    def __init__(self, folder, kinds, rows, layers=3, seed=0, blocks=BLOCKS, cluster=1, stress=False):
+        """`stress`: delays at random in blocks and warps."""
+        self.rows, grid = rows, Grid(sms=blocks, cluster=cluster)
         is_layer = kinds[0].fields
         top_k = TOP_K if any(isinstance(k, lk.ExpertUp) for k in kinds) else 0
         self.program = p = bp.program(kinds, small_steps(kinds), rows, grid, top_k, slots=10) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
-        self.library = host.build(ls.source(p, ring=24 * 1024, copy=2048), ["product_chain"], folder)
+        self.library = host.build("#define K3_STRESS\n" * stress + ls.source(p, ring=24 * 1024, copy=2048), ["product_chain"], folder)
         self.rng, self.weights, self.mixes, self.choices, self.kdas = np.random.default_rng(seed), {}, {}, {}, {}
         self.hidden = self.rng.standard_normal((BLOCK_ROWS, HIDDEN)).astype(np.float32)
         self.blocks = np.full((CLOSED, BLOCK_ROWS, HIDDEN), np.nan, np.float32)   # closed ones are made in the launch
@@ -132,11 +133,11 @@ def launched(library, program, weights, x, launches=1, record=None, limit_ns=100
     words = program.words if words is None else words
     names = dict(weights=places, programs=words, input=x, exchange=exchange, result=result, counts=counts, trouble=trouble, record=record)
     addresses = {n: a.ctypes.data for n, a in names.items() if a is not None}
-    args = ls.arguments(program, window=4096, waiting_window=2048, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE, norm_eps=NORM_EPS,
+    args = ls.arguments(program, window=4096, waiting_window=2048, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE, norm_eps=NORM_EPS,
                         block_rows=block_rows, **addresses)
     for launch in range(launches):
         pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3
-        library.k3_shim_product_chain(three(program.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), 1, ctypes.c_uint(launch + 1), pointers)
+        library.k3_shim_product_chain(three(program.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), program.grid.cluster, ctypes.c_uint(launch + 1), pointers)
     return result, exchange
 
 

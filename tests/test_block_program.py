@@ -1,6 +1,6 @@
 """The single launch under g++: its tables, the program of every block, hand-overs between blocks that run as threads, the standard path's bytes.
 
-The shim runs logic, not the machine: one block a cluster. Clusters, bytes and time are scripts/bench_launch.py's matter.
+The shim runs logic, not the machine: time is scripts/bench_launch.py's matter.
 """
 import ctypes
 import multiprocessing
@@ -37,7 +37,7 @@ class Walked:
         hidden, blocks = case.hidden.copy(), case.blocks.copy()
         self.record = np.zeros((program.phases, program.record_vectors * 4), np.uint32)
         self.result, self.exchange = case.launch(record=self.record)
-        self.standard = Standard(program, BLOCKS, False, SITU, ROUTED_SCALE, NORM_EPS)
+        self.standard = Standard(program, program.grid.sms, False, SITU, ROUTED_SCALE, NORM_EPS)
         folder.mkdir()
         library = host.build(self.standard.text, self.standard.kernels, folder)
         self.differ = {}
@@ -147,6 +147,15 @@ def left_out(words, block, phase):
     return words
 
 
+@shim
+@pytest.mark.parametrize(("rows", "cluster", "parts"), [(8, 2, 1), (8, 2, 2), (3, 4, 4)])
+def test_the_bytes_of_experts_with_delays_at_random(tmp_path, rows, cluster, parts):
+    """Groups of warps run ahead of one another, units are a block's own or shared by the cluster."""
+    kinds = (lk.Product("wide", 7, 16, 2, cluster), WITH_EXPERTS[1], lk.ExpertUp("up", 3, 16, 1, parts), lk.ExpertDown("down", 2 * cluster - 1, 2))
+    case = Case(tmp_path, kinds, rows, layers=2, blocks=cluster, cluster=cluster, stress=True)
+    check_bytes(case, Walked(case, tmp_path / "standard"))
+
+
 def lose_a_unit(folder, trouble, phase):
     case = Case(folder, PRODUCTS, 1)
     case.launch(limit_ns=5_000_000_000, trouble=np.frombuffer(trouble, np.uint32), words=left_out(case.program.words, 1, phase))
@@ -236,7 +245,8 @@ def test_the_program_of_a_released_layer(rows):
 
 
 def test_what_the_kernel_cannot_do_is_refused():
-    for products, rows, grid, message in (((lk.Product("odd", 4, 16, 3),), 1, Grid(), "odd has 16 leaves of 3 k-steps"), (PRODUCTS, 9, Grid(), "9 rows"),
+    for products, rows, grid, message in (((lk.Product("odd", 4, 16, 3),), 1, Grid(), "odd has 16 leaves of 3 k-steps"),
+                                          ((PRODUCTS[0], lk.ExpertUp("up", 4, 24, 3)), 1, Grid(), "up has 24 leaves in 1 parts"), (PRODUCTS, 9, Grid(), "9 rows"),
                                           (PRODUCTS, 1, Grid(sms=131, cluster=2), "clusters of 2")):
         with pytest.raises(PlanError, match=message):
             bp.chain(products, 2, rows, grid)

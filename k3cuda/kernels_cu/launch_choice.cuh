@@ -110,7 +110,7 @@ struct LaunchRoute {
     block.team().sync();
     if (block.a.record && blockIdx.x == 0) {   // ids, then weights, of every row
       u32* to = (u32*)(block.a.record + size_t(phase) * block.a.record_vectors);
-      const int i = block.me.thread(), row = i / kTopK, place = i % kTopK;
+      const int i = Consumers().thread(), row = i / kTopK, place = i % kTopK;
       if (i < block.a.rows * kTopK) to[row * 2 * kTopK + place] = room.ids[i], to[(row * 2 + 1) * kTopK + place] = __float_as_uint(choice.weight[i]);
     }
     // A team anew: what it is made of is kept in registers otherwise.

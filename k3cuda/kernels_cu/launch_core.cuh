@@ -26,12 +26,11 @@ struct LaunchKinds<P, More...> {
 // other blocks.
 struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
 
-// Vectors that a thread asks for at once: as many as there are registers for.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kReceiveBatch = 2;
-#else
-constexpr int kReceiveBatch = 4;
+// Vectors that a thread asks for at once.
+#ifndef K3_RECEIVE_BATCH
+#define K3_RECEIVE_BATCH 4
 #endif
+constexpr int kReceiveBatch = K3_RECEIVE_BATCH;
 
 constexpr int kMaxKinds = 20;
 struct LaunchArgs {
@@ -44,7 +43,7 @@ struct LaunchArgs {
   u64* stamps;             // [block][phase][4] nanoseconds: wait, input here, units done; null: not kept
   LaunchCounts* counts;
   Watch watch;
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, prefetch;   // block_rows: of a closed block
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;   // block_rows: of a closed block; first_window: of phases of kind 0
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };
@@ -61,13 +60,14 @@ struct LaunchShape {
   typedef LaunchChoice<kMaxItems> Choice;
   static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
   static constexpr int kPartial = kConsumers * kTokens * kSumStride;                   // floats of one turn of all warps
-  static constexpr int kInbox = kCluster > 1 ? 2 * max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of two tiles at most
-  static constexpr int kInboxes = kInboxTurns * (kCluster + (kTopK ? groups_of(kCluster, 2) : 0));  // of products' groups, then of experts'
-  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * (kInbox * 4 + 8) + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
+  static constexpr int kInbox = kCluster > 1 ? max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of one tile
+  static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
+  static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
+  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
-  static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kInboxes * 8);
+  static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
   static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + kConsumers * sizeof(ConsumerCounts), kSmem = kProgramAt + kWords * 4;
   static_assert(kTokens <= kTokenTile && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
 };
@@ -94,7 +94,7 @@ struct LaunchBlock {
     for (int i = threadIdx.x; i < a.words; i += kLaunchThreads) ((u32*)program)[i] = a.programs[size_t(blockIdx.x) * a.words + i];
     if (threadIdx.x == 0) {
       ring.init();
-      for (int i = 0; i < S::kInboxes; ++i) barrier_init(heard(i), 1);
+      for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
       state.received = state.cleaned = state.waiting = state.chosen = 0;
     }
@@ -110,6 +110,7 @@ struct LaunchBlock {
       const ProgramPhase p(at);
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
+      producer.window = p.kind ? a.window : a.first_window;
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
       at = p.next();
     }
@@ -136,11 +137,21 @@ struct LaunchBlock {
   // A test's delays: up to 4 microseconds for a block or for single warps of it, other ones at every turn of the clock.
   K3_DEVICE void stress(int phase) const {
 #ifdef K3_STRESS
-    u32 h = (u32(device_ns()) >> 12) * 0x9e3779b1u ^ (blockIdx.x * 0x85ebca6bu) ^ (phase * 0xc2b2ae35u);
-    h = (h ^ h >> 15) * 0x2c1b3c6du;
+    const u32 h = random_of(phase);
     if (h >> 30 == 0) pause_ns(h >> 8 & 0xfff);
     else if (h >> 30 == 1 && (h >> 20 & 15) == u32(me.warp)) pause_ns(h & 0xfff);
 #endif
+  }
+  // The same inside a phase, for single warps.
+  K3_DEVICE void stress(int phase, u32 turn) const {
+#ifdef K3_STRESS
+    const u32 h = random_of(u32(phase) ^ turn * 0x27d4eb2fu ^ u32(me.warp) * 0x165667b1u);
+    if (h >> 29 == 0) pause_ns(h & 0xfff);
+#endif
+  }
+  static K3_DEVICE u32 random_of(u32 v) {
+    v = (u32(device_ns()) >> 12) * 0x9e3779b1u ^ (blockIdx.x * 0x85ebca6bu) ^ (v * 0xc2b2ae35u);
+    return (v ^ v >> 15) * 0x2c1b3c6du;
   }
 
   K3_DEVICE void stamp(int phase, int which) const {
@@ -155,6 +166,10 @@ struct LaunchBlock {
   K3_DEVICE float* partial(u32 turn) const { return (float*)(smem + S::kPartialAt) + turn % 2 * S::kPartial; }
   K3_DEVICE float* inbox(int i) const { return (float*)(smem + S::kInboxAt) + i * S::kInbox; }
   K3_DEVICE u64* heard(int i) const { return (u64*)(smem + S::kHeardAt) + i; }
+  // Of the two buffers of a group's leaf sums that of a turn: all are there; all have been added.
+  K3_DEVICE u64* stored(int group, u32 turn) const { return heard(S::kInboxes) + (group * 2 + turn % 2) * 2; }
+  K3_DEVICE u64* added(int group, u32 turn) const { return stored(group, turn) + 1; }
+  K3_DEVICE ConsumerCounts& kept() const { return ((ConsumerCounts*)(smem + S::kCountsAt))[not_before_here(me.warp)]; }
   K3_DEVICE typename S::Choice& choice() const { return *(typename S::Choice*)(smem + S::kChoiceAt); }
 
   // Row 0 of field `i` that a phase reads.
@@ -203,7 +218,7 @@ struct LaunchBlock {
     if (p.units) {
       stamp(phase, 0);
       if (me.thread() == 0) state.waiting = 1;
-      for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, p.needs());
+      for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
       stamp(phase, 2);
     } else if (me.thread() == 0) state.received = phase + 1;
@@ -218,16 +233,16 @@ K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
 #pragma unroll 1
   for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
-    ConsumerCounts* kept = (ConsumerCounts*)(block.smem + S::kCountsAt) + block.me.warp;
-    block.counts = *kept;
+    block.counts = block.kept();
     const u32* words = (const u32*)(block.smem + block.counts.at);
     __syncwarp();
-    if (block.me.lane == 0) kept->at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
+    if (block.me.lane == 0) block.kept().at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
     block.consume(words, phase);
     __syncwarp();
-    const Me me;   // anew: no register keeps where the counts lie
-    kept = (ConsumerCounts*)(smem + unknown_zero() + S::kCountsAt) + me.warp;
-    if (me.lane == 0) kept->copies = block.counts.copies, kept->turns = block.counts.turns, kept->expert_turns = block.counts.expert_turns;
+    if (block.me.lane == 0) {
+      ConsumerCounts& kept = block.kept();
+      kept.copies = block.counts.copies, kept.turns = block.counts.turns, kept.expert_turns = block.counts.expert_turns;
+    }
     __syncwarp();
   }
 }

@@ -22,12 +22,12 @@ struct LaunchKda : LaunchNoWeights {
 
   // Inputs of `n` rows from `first` on into shared memory; what a commit needs of them into its records.
   template <class Block>
-  static K3_DEVICE void receive(const Block& block, const ProgramPhase& p, int phase, Room& room, int head, int first, int n) {
+  static K3_DEVICE void receive(const Block& block, const ProgramPhase& p, int phase, Room& room, int head, int first, int n, const Consumers& team) {
     constexpr int kGates = kDim / 4, kRow = S::kRowVectors + kGates;
     const KdaMix& a = room.a;
     auto field = [&](Field f, int row) { return block.input(p, f) + (first + row) * block.link(p).in[f].row; };
 #pragma unroll 1
-    for (int i = block.me.thread(); i < n * kRow; i += Consumers::kThreads) {
+    for (int i = team.thread(); i < n * kRow; i += Consumers::kThreads) {
       const int row = i / kRow, v = i % kRow;
       const size_t conv = kda_vector_at<S>(v, kChannels, head, 0);   // of conv inputs
       const uint4* at = v < S::kConvVectors ? field(kInputs, row) + conv / 8 : v < S::kRowVectors ? field(kLowRank, row) + v - S::kConvVectors
@@ -38,7 +38,7 @@ struct LaunchKda : LaunchNoWeights {
       else *(uint4*)&room.m.inputs[row + S::kHistory][v * 8] = vector[0];
       if (v < S::kConvVectors) *(uint4*)((bf16*)a.qkv + size_t(first + row) * 3 * kChannels + conv) = vector[0];
     }
-    if (const int row = block.me.thread(); row < n) {
+    if (const int row = team.thread(); row < n) {
       u32 word[1];
       await_all(word, block.a.watch, phase, u32(row), [](int) { return true; }, [&](int) { return (const u32*)field(kBeta, row) + head; });
       const float beta = sigmoid(__uint_as_float(word[0]));
@@ -70,7 +70,7 @@ struct LaunchKda : LaunchNoWeights {
   // Conv, decay and norms of a unit's rows: what needs no state, which comes into the L2 meanwhile.
   template <class Block>
   static K3_DEVICE void gates(const Block& block, const ProgramPhase& p, int phase, Room& room, int first, int head, int slot, int n, int u) {
-    const Consumers team = block.team();
+    const Consumers team;   // of this unit alone: what follows from it would be kept from unit to unit
     auto& m = room.m;
     const KdaMix& a = room.a;
     constexpr int kPiece = kDim * kDim * 4 / kWarpSize;
@@ -78,7 +78,7 @@ struct LaunchKda : LaunchNoWeights {
     kda_load_weights<S>(a, m, head, 0, team);
     kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * kChannels, kChannels * S::kHistory, kChannels, head, 0, team);
     const float scale = expf(a.a_log[head]);
-    receive(block, p, phase, room, head, first, n);
+    receive(block, p, phase, room, head, first, n, team);
     copy_wait();
     team.sync();
     if (u + 1 == p.units) block.received(phase);

@@ -41,8 +41,8 @@ struct LaunchSlice {
   template <class Block>
   K3_DEVICE LaunchSlice(const Block& block, const ProgramPhase& p, int phase, int unit) : row(unit / S::kSlices), own(unit % S::kSlices * S::kOwn) {
     const LaunchMix m = *(const LaunchMix*)block.a.weights[phase];
-    const int closed = p.extra & 15, rows = block.a.block_rows;
-    a = {nullptr, nullptr, rows, 0, nullptr, m.hidden, m.hidden, p.extra >> 4 ? m.blocks + size_t(closed) * rows * S::kN : nullptr, m.blocks, closed, m.score, m.weight,
+    const int closed = p.extra() & 15, rows = block.a.block_rows;
+    a = {nullptr, nullptr, rows, 0, nullptr, m.hidden, m.hidden, p.extra() >> 4 ? m.blocks + size_t(closed) * rows * S::kN : nullptr, m.blocks, closed, m.score, m.weight,
          nullptr, block.a.norm_eps};
     mix = S::kBlocks > 0 && closed > 0;
   }

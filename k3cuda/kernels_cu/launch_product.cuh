@@ -72,9 +72,10 @@ struct LaunchSitu {
     uint4* shared = block.x();
     const uint4* from = block.input(p, 0);
     const int row = block.link(p).in[0].row;
-    block.team().sync();   // all are finished with the phase before
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    team.sync();            // all are finished with the phase before
 #pragma unroll 1
-    for (int i = block.me.thread(); i < block.a.rows * P::kOwnVectors; i += Consumers::kThreads) {
+    for (int i = team.thread(); i < block.a.rows * P::kOwnVectors; i += Consumers::kThreads) {
       const int token = i / P::kOwnVectors, k = i % P::kOwnVectors;
       const uint4* at = from + token * row + k / 2 * 8 + k % 2 * 2;   // eight gates; eight ups stand a tile behind
       uint4 v[4], out;
@@ -89,7 +90,7 @@ struct LaunchSitu {
       out.x = words[0], out.y = words[1], out.z = words[2], out.w = words[3];
       shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = out;
     }
-    block.team().sync();
+    team.sync();
   }
 };
 
@@ -108,17 +109,24 @@ struct LaunchAdd {
     typedef typename Block::Shape S;
     const u32* from = (const u32*)block.input(p, 1);
     const int row = block.link(p).in[1].row * 4;
-    block.team().sync();   // all are finished with the phase before
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    team.sync();            // all are finished with the phase before
 #pragma unroll 1
-    for (int i = block.me.thread(); i < p.units * block.a.rows * kTileRows; i += Consumers::kThreads) {
+    for (int i = team.thread(); i < p.units * block.a.rows * kTileRows; i += Consumers::kThreads) {
       const int unit = i / kTileRows / block.a.rows, token = i / kTileRows % block.a.rows;
       const u32* at = from + token * row + p.tiles[unit] * kTileRows + i % kTileRows;
-      u32 v[kRanks];
-      await_all(v, block.a.watch, phase, u32(i), [](int) { return true; }, [&](int k) { return at + k * kTiles * kTileRows; });
-      float parts[kRanks];
+      constexpr int kBatch = min_of(kRanks, 8);   // of loads: more of them fill the registers
+      float parts[kRanks / kBatch];
       K3_UNROLL
-      for (int k = 0; k < kRanks; ++k) parts[k] = __uint_as_float(v[k]);
-      sums[(unit * S::kTokens + token) * kTileRows + i % kTileRows] = tree_sum<kRanks>(parts, 1);
+      for (int h = 0; h < kRanks / kBatch; ++h) {
+        u32 v[kBatch];
+        await_all(v, block.a.watch, phase, 0, [](int) { return true; }, [&](int k) { return at + (h * kBatch + k) * kTiles * kTileRows; });
+        float part[kBatch];
+        K3_UNROLL
+        for (int k = 0; k < kBatch; ++k) part[k] = __uint_as_float(v[k]);
+        parts[h] = tree_sum<kBatch>(part, 1);
+      }
+      sums[(unit * S::kTokens + token) * kTileRows + i % kTileRows] = tree_sum<kRanks / kBatch>(parts, 1);
     }
   }
   static K3_DEVICE float add(float v, const float* sums, int at) { return v + sums[at]; }

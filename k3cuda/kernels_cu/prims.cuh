@@ -214,12 +214,12 @@ K3_DEVICE void grid_launch_next() {
 #endif
 }
 
-// ---- blocks of a cluster; one block a cluster on the host ----
+// ---- blocks of a cluster; on the host only a single launch's has more than one ----
 #ifdef K3_HOST_SHIM
-inline u32 cluster_rank() { return 0; }
+inline u32 cluster_rank() { return shim::cluster_rank(); }
 inline void cluster_arrive() {}
 inline void cluster_begin() {}
-inline void cluster_wait() { __syncthreads(); }
+inline void cluster_wait() { shim::sync_cluster(); }
 inline void store_remote(float* local, u32, float v) { *local = v; }
 #else
 K3_DEVICE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }

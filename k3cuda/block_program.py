@@ -1,145 +1,58 @@
-"""A schedule as the words that the blocks of a single launch read. kernels_cu/launch_core.cuh says what they mean.
-
-So far phases are products, one behind the other.
-"""
-from dataclasses import dataclass, replace
-from math import ceil
+"""A schedule as the words that the blocks of a single launch read. kernels_cu/launch_core.cuh says what they mean."""
+from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
-from .config import MXFP4_GROUP, K3Config
 from .errors import PlanError
-from .packing import leaves_and_steps
-from .phases import TILE_ROWS, Grid, Phase, Wait
+from .launch_kinds import MAX_TOKENS, VECTOR_BYTES, Kind, Route, linked
+from .phases import Grid, Phase, Wait
 from .schedule import Schedule, check, deal
-from .weights import BY_NAME, MMA_K, TREE_LEAVES
 
-VECTOR = 8            # BF16 values of a vector that is its own flag
 NO_SLOT = 15
-SLOTS = 4             # of the exchange: two phases lie between clearing one and using it again
-MAX_TOKENS = 8
+SLOTS = 4             # of the exchange, where phases read the phase before: two phases lie between clearing one and using it again
+MOST_SLOTS = 12       # where results have readers further on
+MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 20, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix of packed tiles: `parts` blocks of a cluster share each tile's leaves."""
+class Step:
+    """A phase to be: its kind's name, its layer, and a number of the kind's own, up to 255."""
 
     name: str
-    tiles: int
-    leaves: int
-    steps: int
-    parts: int = 1
-
-    @property
-    def inputs(self) -> int:
-        return self.leaves * self.steps * MMA_K
-
-    @property
-    def outputs(self) -> int:
-        return self.tiles * TILE_ROWS
-
-    @property
-    def nbytes(self) -> int:
-        return self.outputs * self.inputs * 2
-
-    def units(self, grid: Grid) -> tuple[int, ...]:
-        return (self.nbytes // self.tiles // self.parts,) * (self.tiles * self.parts)
-
-    def kind(self, copy: int) -> str:
-        if self.steps % 2 or TREE_LEAVES % (self.leaves // self.parts):
-            raise PlanError(f"{self.name} has {self.leaves} leaves of {self.steps} k-steps in {self.parts} parts; "
-                            f"wanted an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
-        return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}>"
-
-
-@dataclass(frozen=True)
-class ExpertUp:
-    """w1 and w3 of the chosen experts, `pairs` pairs of tiles each. Its results are rows of items: (row, place) pairs."""
-
-    name: str
-    pairs: int
-    leaves: int
-    groups: int
-    parts: int = 1
-
-    @property
-    def inputs(self) -> int:
-        return self.leaves * self.groups * MXFP4_GROUP
-
-    @property
-    def outputs(self) -> int:
-        return self.pairs * TILE_ROWS
-
-    @property
-    def expert_leaves(self) -> int:
-        """Packed leaves of an expert (repack.leaf_bytes each)."""
-        return self.pairs * 2 * self.leaves
-
-    def units(self, grid: Grid) -> tuple[int, ...]:
-        return (0,) * grid.sms      # every block takes its share of whatever was chosen
-
-    def kind(self, copy: int) -> str:
-        if self.leaves // self.parts > TREE_LEAVES // 2:
-            raise PlanError(f"{self.name} has {self.leaves} leaves in {self.parts} parts; wanted at most {TREE_LEAVES // 2} a block: take clusters of 2 or 4")
-        return f"LaunchExpertUp<{self.leaves}, {self.groups}, {self.pairs}, {self.parts}, {copy}>"
-
-
-@dataclass(frozen=True)
-class ExpertDown:
-    """w2 of the chosen experts, one leaf of K: items in, rows out."""
-
-    name: str
-    tiles: int
-    groups: int
-    parts: int = 1
-
-    @property
-    def inputs(self) -> int:
-        return self.groups * MXFP4_GROUP
-
-    @property
-    def outputs(self) -> int:
-        return self.tiles * TILE_ROWS
-
-    @property
-    def expert_leaves(self) -> int:
-        return self.tiles
-
-    def units(self, grid: Grid) -> tuple[int, ...]:
-        pairs = -(-self.tiles // 2)
-        if pairs > grid.sms:
-            raise PlanError(f"{self.name} has {pairs} pairs of tiles for {grid.sms} blocks; wanted one a block at most")
-        return (0,) * pairs
-
-    def kind(self, copy: int) -> str:
-        return f"LaunchExpertDown<{self.groups}, {self.tiles}, {copy}>"
-
-
-Kind = Product | ExpertUp | ExpertDown
+    layer: int
+    extra: int = 0
 
 
 @dataclass(frozen=True)
 class Link:
-    """How a phase's results lie in the exchange, in vectors of a row: LaunchLink."""
+    """Of a kind, in vectors: LaunchLink. `inputs`: (at, row, vectors) of the fields it reads. `fields`: (at, width, limit, copies, own) of those it makes."""
 
-    in_row: int
-    width: int
-    copies: int
+    inputs: tuple[tuple[int, int, int], ...]
+    fields: tuple[tuple[int, int, int, int, int], ...]
     row: int
+    record_row: int
+    vectors: int
 
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """`words` [blocks, n]. `weights`: for each phase which (kind, layer) it multiplies by. `slot_vectors`: of a slot of the exchange."""
+    """`words` [blocks, n]. `steps`: the phases. `sources`: for each of them which phases it reads, None the launch's input. `weights`: for each phase which
+    (kind, layer) it multiplies by. `slots` of the exchange, each of `slot_vectors`. `most`: units that a block has of a kind, at most."""
 
     kinds: tuple[Kind, ...]
     links: tuple[Link, ...]
+    most: tuple[int, ...]
     grid: Grid
     rows: int
     top_k: int
+    schedule: Schedule
     words: np.ndarray
+    steps: tuple[Step, ...]
+    sources: tuple[tuple[int | None, ...], ...]
     weights: tuple[tuple[int, int], ...]
     clearings: int
+    slots: int
     slot_vectors: int
 
     @property
@@ -153,79 +66,105 @@ class BlockProgram:
 
     @property
     def record_vectors(self) -> int:
-        return max(self.rows_out(kind) * link.width for kind, link in enumerate(self.links))
+        return max(self.rows_out(kind) * link.record_row for kind, link in enumerate(self.links))
 
     def rows_out(self, kind: int) -> int:
         """Rows of a phase's results."""
-        return self.rows * (self.top_k if isinstance(self.kinds[kind], ExpertUp) else 1)
+        return self.rows * (self.top_k if self.kinds[kind].of_items else 1)
 
+    @property
+    def input_vectors(self) -> int:
+        """Of a row of the launch's input."""
+        at = next(i for i, found in enumerate(self.sources) if found and found[0] is None)
+        return self.links[self.weights[at][0]].inputs[0][1]
 
-def dense_products(cfg: K3Config, tp: int, cluster: int = 1) -> tuple[Product, ...]:
-    """The BF16 products of a rank's KDA and MoE layer that all rows go through one after the other."""
-    dims = cfg.dims()
-    own = lambda name: dims[BY_NAME[name].shape[0]] // (tp if BY_NAME[name].cut and BY_NAME[name].cut.axis == 0 else 1)
-    tiles = lambda names: sum(-(-own(n) // TILE_ROWS) for n in names.split())
-
-    def make(name, names):
-        leaves, steps = leaves_and_steps(names.split()[-1], cfg, tp)
-        return Product(name, tiles(names), leaves, steps, cluster if leaves % cluster == 0 else 1)
-
-    return (make("kda_in", "kda_f_a_proj kda_b_proj kda_q_proj kda_k_proj kda_v_proj kda_g_proj"), make("o_proj", "o_proj"),
-            make("moe_in", "shared_gate_proj shared_up_proj router latent_down"), make("latent_up", "latent_up"))
-
-
-def with_experts(cfg: K3Config, tp: int, cluster: int) -> tuple[Kind, ...]:
-    """The same, and the routed experts where they belong."""
-    dims, (kda_in, o_proj, moe_in, latent_up) = cfg.dims(), dense_products(cfg, tp, cluster)
-    width, latent = dims["moe_intermediate_size"] // tp, dims["routed_expert_hidden_size"]
-    leaves, groups = leaves_and_steps("expert_w2", cfg, tp)
-    if leaves != 1:
-        raise PlanError(f"a rank of {tp} holds {leaves} leaves of w2; wanted one")
-    return (kda_in, o_proj, moe_in, ExpertUp("expert_up", -(-width // TILE_ROWS), *leaves_and_steps("expert_w1", cfg, tp), cluster),
-            ExpertDown("moe_down", -(-latent // TILE_ROWS), groups), latent_up)
+    @property
+    def output_vectors(self) -> int:
+        """Of a row of its result."""
+        return self.links[self.weights[-1][0]].row
 
 
 def chain(kinds: tuple[Kind, ...], layers: int, rows: int, grid: Grid, top_k: int = 0) -> BlockProgram:
-    """All kinds in a row, `layers` times. Results that are fewer than the next inputs are repeated; of more the first are used.
+    """All kinds in a row, `layers` times, each reading the one before (`linked`)."""
+    kinds = kinds if kinds[0].fields else linked(kinds)
+    return program(kinds, tuple(Step(k.name, layer) for layer in range(layers) for k in kinds), rows, grid, top_k)
+
+
+def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: Grid, top_k: int = 0, slots: int = SLOTS) -> BlockProgram:
+    """Phases of these steps, in order. A phase reads the latest makers of its fields; the first field that nobody has made yet is the launch's input, and
+    what the last phase makes its result.
 
     Raises PlanError for what the kernel cannot do.
     """
-    if not 1 <= rows <= MAX_TOKENS or grid.sms % grid.cluster:
+    if not 1 <= rows <= MAX_TOKENS or grid.sms % grid.cluster or slots > MOST_SLOTS:
         raise PlanError(f"{rows} rows on {grid.sms} blocks in clusters of {grid.cluster}; wanted 1 to {MAX_TOKENS} rows and whole clusters")
-    for k in kinds:
-        k.kind(1 << 20)
-    phases = tuple(Phase(k.name, layer, k.units(grid), (), k.parts) for layer in range(layers) for k in kinds)
-    phases = tuple(replace(p, waits=(Wait(i - 1, kinds[i % len(kinds)].inputs * 2 * rows // p.parts),)) if i else p for i, p in enumerate(phases))
-    schedule = Schedule(grid, rows, phases, deal(phases, grid))
+    if len(kinds) > MAX_KINDS or any(len(k.reads) > MAX_INPUTS or len(k.fields) > MAX_FIELDS for k in kinds):
+        raise PlanError(f"found {len(kinds)} kinds of phases, wanted at most {MAX_KINDS}, with {MAX_INPUTS} inputs and {MAX_FIELDS} fields each")
+    number, maker = {k.name: i for i, k in enumerate(kinds)}, {f.name: (i, f) for i, k in enumerate(kinds) for f in k.fields}
+    latest: dict[str, int] = {}
+    phases, sources = [], []
+    for at, step in enumerate(steps):
+        k = kinds[number[step.name]]
+        k.kind(1 << 20, 1)
+        read = [latest.get(name) for name in k.reads]
+        nbytes = Counter()
+        for name, source in zip(k.reads, read):
+            if source is not None:
+                nbytes[source] += k.read_bytes(maker[name][1], rows)
+        phases.append(Phase(k.name, step.layer, k.units(grid, rows), tuple(Wait(*w) for w in nbytes.items()), k.parts, chosen=k.is_chosen, home=k.home))
+        sources.append(tuple(read))
+        latest |= {f.name: at for f in k.fields}
+    schedule = Schedule(grid, rows, tuple(phases), deal(phases, grid))
     check(schedule)
-    row = [max(kinds[(i + 1) % len(kinds)].inputs, k.outputs) // VECTOR for i, k in enumerate(kinds)]
-    links = tuple(Link(row[i - 1], k.outputs // VECTOR, ceil(row[i] * VECTOR / k.outputs), row[i]) for i, k in enumerate(kinds))
-    words, clearings = _words(schedule, len(kinds))
-    slot = max(n * rows * (top_k if isinstance(k, ExpertUp) else 1) for n, k in zip(row, kinds))
-    return BlockProgram(kinds, links, grid, rows, top_k, words, tuple((i % len(kinds), i // len(kinds)) for i in range(len(phases))), clearings, slot)
+    items = [rows * (top_k if k.of_items else 1) for k in kinds]
+    row = [sum(f.nbytes for f in k.fields) // VECTOR_BYTES for k in kinds]
+    links = tuple(_link(k, maker, row, items[i] * row[i], top_k) for i, k in enumerate(kinds))
+    made = tuple((number[step.name], step.layer) for step in steps)
+    words, clearings = _words(schedule, made, sources, [step.extra for step in steps], slots)
+    most = [1] * len(kinds)
+    for own in schedule.programs:
+        for at, units in Counter(phase for phase, _ in own).items():
+            most[made[at][0]] = max(most[made[at][0]], units)
+    return BlockProgram(kinds, links, tuple(most), grid, rows, top_k, schedule, words, steps, tuple(sources), made, clearings, slots,
+                        max(n * r for n, r in zip(items, row)))
 
 
-def _words(schedule: Schedule, kinds: int) -> tuple[np.ndarray, int]:
-    """[blocks, words] and how many phases have a slot to clear."""
-    phases, free = schedule.phases, [(slot, 0) for slot in range(SLOTS)]   # (slot, phases that must have been cleaned up before it is used)
+def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Link:
+    vectors_of = lambda f: f.row // f.per
+    inputs = []
+    for name in k.reads:
+        source, found = maker[name]
+        before = [f for i, f in maker.values() if i == source]
+        inputs.append((sum(vectors_of(f) for f in before[:before.index(found)]), row[source], vectors_of(found)))
+    fields, at, own = [], 0, 0
+    for f in k.fields:
+        fields.append((at, f.width // f.per, vectors_of(f), -(-f.row // f.width), own))
+        at, own = at + vectors_of(f), own + f.width // f.per
+    if isinstance(k, Route):
+        own = 2 * top_k * 4 // VECTOR_BYTES   # ids and weights, in the record alone
+    return Link(tuple(inputs), tuple(fields), at, own, vectors)
+
+
+def _words(schedule: Schedule, made, sources, extra: list[int], slots: int) -> tuple[np.ndarray, int]:
+    """[blocks, words] and how many phases have slots to clear."""
+    phases, free = schedule.phases, [(slot, 0) for slot in range(slots)]   # (slot, phases that must have been cleaned up before it is used)
     taken, needs, heads, clearings = {}, {}, [], 0
-    readers = {}
+    last_reader = {w.phase: at for at, phase in enumerate(phases) for w in phase.waits}
     for at, phase in enumerate(phases):
-        for w in phase.waits:
-            readers[w.phase] = at
-    for at, phase in enumerate(phases):
-        source = phase.waits[-1].phase if phase.waits else None
-        clear = NO_SLOT
-        if at in readers:
+        if at in last_reader:
             if not free:
-                raise PlanError(f"no slot of the exchange is free for {phase}: {SLOTS} are not enough")
+                raise PlanError(f"no slot of the exchange is free for {phase}: {slots} are not enough")
             taken[at], needs[at] = free.pop(0)
-        if source is not None and readers[source] == at:
-            clear = taken[source]
-            free.append((clear, at + 1))
-            clearings += 1
-        need = max(needs.get(at, 0), needs.get(source, 0))
-        heads.append((at % kinds | (NO_SLOT if source is None else taken[source]) << 4 | taken.get(at, NO_SLOT) << 8 | clear << 12, need))
+        ended = [w.phase for w in phase.waits if last_reader[w.phase] == at]
+        if len(ended) > MAX_CLEARS:
+            raise PlanError(f"{phase} is the last to read {len(ended)} phases, wanted at most {MAX_CLEARS}")
+        free += [(taken[source], at + 1) for source in ended]
+        clearings += bool(ended)
+        slot = lambda source: NO_SLOT if source is None else taken[source]
+        reads, clears = [*map(slot, sources[at]), *[NO_SLOT] * MAX_INPUTS][:MAX_INPUTS], [*map(slot, ended), *[NO_SLOT] * MAX_CLEARS][:MAX_CLEARS]
+        need = max(needs.get(source, 0) for source in (at, *(w.phase for w in phase.waits)))
+        heads.append((made[at][0] | extra[at] << 8, sum(slot << 4 * i for i, slot in enumerate((*reads, taken.get(at, NO_SLOT), *clears))),
+                      need | sum(made[source][0] << 16 + 8 * i for i, source in enumerate(ended))))
     rows = []
     for block, program in enumerate(schedule.programs):
         units = [[] for _ in phases]
@@ -238,7 +177,7 @@ def _words(schedule: Schedule, kinds: int) -> tuple[np.ndarray, int]:
             if phase.parts > 1 and own != first:
                 raise PlanError(f"blocks of one cluster have different tiles of {phase}: {own} and {first}")
         rows.append(units)
-    rows = [[word for (head, need), tiles in zip(heads, units) for word in (head | len(tiles) << 16, need, *tiles)] for units in rows]
+    rows = [[word for (kind, slot_word, end), tiles in zip(heads, units) for word in (kind | len(tiles) << 16, slot_word, end, *tiles)] for units in rows]
     out = np.zeros((len(rows), -(-max(map(len, rows)) // 4) * 4), np.uint32)
     for block, row in enumerate(rows):
         out[block, :len(row)] = row

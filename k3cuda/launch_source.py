@@ -3,10 +3,9 @@ import ctypes
 
 import numpy as np
 
-from .block_program import BlockProgram
+from .block_program import MAX_FIELDS, MAX_INPUTS, MAX_KINDS, BlockProgram
 from .emit_sizes import MAX_SHARED
 
-MAX_KINDS = 8
 ROOM = 1024           # programs of up to so many words, or twice as many, share a kernel
 TOKENS_OF_ENTRY = 8   # expert_core.cuh
 COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` stands
@@ -20,7 +19,7 @@ def source(program: BlockProgram, *, ring: int = 160 * 1024, copy: int = 7680, s
     """
     words = -(-program.words.shape[1] // ROOM) * ROOM
     numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {words}, {shared}"
-    kinds = ", ".join(k.kind(copy) for k in program.kinds)
+    kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
     return (f'#include "launch_core.cuh"\ntypedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n'
             f'extern "C" __global__ void __launch_bounds__(kLaunchThreads, 1) {name}(const __grid_constant__ LaunchArgs a) {{\n'
             f"  K3_DYN_SMEM(u8, smem);\n  launch_run<{name}_shape>(a, smem);\n}}\n"
@@ -54,32 +53,46 @@ def _fields(kind, names: str) -> list:
     return [(name, kind) for name in names.split()]
 
 
+class LaunchInput(ctypes.Structure):
+    _fields_ = _fields(ctypes.c_int, "at row vectors")
+
+
+class LaunchField(ctypes.Structure):
+    _fields_ = _fields(ctypes.c_int, "at width limit copies own")
+
+
 class LaunchLink(ctypes.Structure):
-    _fields_ = _fields(ctypes.c_int, "in_row width copies row")
+    _fields_ = [("inputs", LaunchInput * MAX_INPUTS), ("fields", LaunchField * MAX_FIELDS), *_fields(ctypes.c_int, "row record_row vectors")]
+
+
+LAUNCH_MIX = np.dtype([(name, "u8") for name in "score weight hidden blocks".split()])   # LaunchMix: addresses
 
 
 class LaunchArgs(ctypes.Structure):
     """As in launch_core.cuh: addresses, then numbers."""
 
-    _fields_ = [*_fields(ctypes.c_void_p, "weights programs input exchange result record stamps choices counts failed trouble"), ("limit_ns", ctypes.c_uint64),
-                *_fields(ctypes.c_int, "phases layer_phases clearings words rows slot_vectors record_vectors window waiting_window prefetch"),
-                *_fields(ctypes.c_float, "situ_beta situ_linear_beta"), ("links", LaunchLink * MAX_KINDS)]
+    _fields_ = [*_fields(ctypes.c_void_p, "weights programs input exchange result record stamps counts failed trouble"), ("limit_ns", ctypes.c_uint64),
+                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window waiting_window first_window prefetch"),
+                *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS)]
 
 
-def arguments(program: BlockProgram, *, window: int, waiting_window: int, prefetch: int = 0, limit_ns: int = 2_000_000_000,
-              situ: tuple[float, float] = (1.0, 1.0), **addresses: int) -> LaunchArgs:
+def arguments(program: BlockProgram, *, window: int, waiting_window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = 2_000_000_000,
+              situ: tuple[float, float] = (1.0, 1.0), routed_scale: float = 1.0, norm_eps: float = 0.0, block_rows: int = 0, **addresses: int) -> LaunchArgs:
     """The kernel's argument.
 
     Args:
         window, waiting_window: bytes that a block has in flight at most, and while it waits for a hand-over.
+        first_window: the former for phases of the first kind; None: the same.
         prefetch: copies that are brought into the L2 while a ring is full.
         limit_ns: nanoseconds that any wait may take.
-        situ: the two betas of the activation.
+        situ: the two betas of the activation. routed_scale: what a row's expert weights add up to. norm_eps: of every norm.
+        block_rows: rows that a closed block has room for.
         addresses: the pointers of LaunchArgs but `failed`; those left out are null.
     """
-    args = LaunchArgs(limit_ns=limit_ns, phases=program.phases, layer_phases=len(program.kinds), clearings=program.clearings, words=program.words.shape[1],
-                      rows=program.rows, slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window, waiting_window=waiting_window,
-                      prefetch=prefetch, situ_beta=situ[0], situ_linear_beta=situ[1], failed=addresses["counts"] + FAILED_AT, **addresses)
+    args = LaunchArgs(limit_ns=limit_ns, phases=program.phases, clearings=program.clearings, words=program.words.shape[1], rows=program.rows, block_rows=block_rows,
+                      slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window, waiting_window=waiting_window,
+                      first_window=first_window or window, prefetch=prefetch, situ_beta=situ[0], situ_linear_beta=situ[1], routed_scale=routed_scale, norm_eps=norm_eps,
+                      failed=addresses["counts"] + FAILED_AT, **addresses)
     for i, link in enumerate(program.links):
-        args.links[i] = LaunchLink(link.in_row, link.width, link.copies, link.row)
+        args.links[i] = LaunchLink(tuple(link.inputs), tuple(link.fields), link.row, link.record_row, link.vectors)
     return args

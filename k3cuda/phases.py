@@ -71,6 +71,7 @@ class Phase:
     """`units`: bytes from memory of each unit. `parts`: unit i is of part i % parts.
 
     `chosen`: which weights it reads is chosen in this step, by what the first chosen phase of the layer waits for.
+    `home`: unit i is of block home + i, modulo the blocks, whatever that block reads: it finds what it left there in an earlier phase.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Phase:
     parts: int = 1
     steps: int = 0          # k-steps of the longest chain of tensor products in a unit
     chosen: bool = False
+    home: int | None = None
     does: tuple[str, ...] = ()   # stages, and parts of them, whose own work is on its way
 
     def __str__(self):
@@ -175,7 +177,7 @@ class PhaseMaker:
             source = self.written[self.plan.aliases.get(n, n)]
             before = waits.get(source.phase, Wait(source.phase, 0))
             waits[source.phase] = Wait(source.phase, before.block_bytes + rows * (source.row // divide(n) + source.beside), before.crosses or source.crosses)
-        return Phase(name, op.layer, tuple(units), tuple(waits.values()), parts, steps, chosen, does)
+        return Phase(name, op.layer, tuple(units), tuple(waits.values()), parts, steps, chosen, does=does)
 
     def reads(self, op: Op) -> list[str]:
         """What its blocks read of other phases. Closed blocks and the prefix sum stay with whoever mixes; a choice made everywhere is its reader's."""

@@ -37,12 +37,19 @@ def build(plan: Plan, rows: int, grid: Grid = Grid(), arrangement: Arrangement =
 
 
 def deal(phases: list[Phase], grid: Grid) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Deals the units of each phase: to the block of the unit's part with the fewest bytes in the phase, then since the last chosen phase."""
+    """Deals the units of each phase: to the block of the unit's part with the fewest bytes in the phase, then since the last chosen phase.
+
+    Units of a phase that has a home go to their own blocks.
+    """
     programs: list[list[tuple[int, int]]] = [[] for _ in range(grid.sms)]
     since = [0] * grid.sms
     for at, phase in enumerate(phases):
         if phase.chosen:
             since = [0] * grid.sms
+        if phase.home is not None:
+            for unit in range(len(phase.units)):
+                programs[(phase.home + unit) % grid.sms].append((at, unit))
+            continue
         if phase.parts > 1 and phase.parts == grid.cluster:
             _deal_to_clusters(at, phase, grid, programs, since)
             continue

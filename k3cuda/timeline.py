@@ -20,10 +20,13 @@ LATENCY = 1.2               # from the issue of a copy to its bytes, loaded memo
 DRAIN = {"bf16": 100.0, "mxfp4": 41.0}   # bytes a nanosecond that a block's warps take out of its ring: shared memory; 44.8 weights a clock
 STEP = 0.017                # of a chain of tensor products, each: 28 to 48 of them took 0.5 to 0.8
 TAIL = 0.35                 # of a product behind its chain: sums over leaves, stores. Estimate
-# The rest of a phase's own time. mix: sums and its exchange of four scalars; kda_mix, for 1 row and for more: step-plan's estimate;
-# route: a kernel of it took 2.6 with a hand-over of 1.3; expert_up: the list, 0.3 at one row and 1.0 at eight; mla_attend: estimate.
+# The rest of a phase's own time. attn_mix: sums and its exchange of four scalars; mix_closed, mix_sums, mix_out: the same as rounds that hand over
+# (launch_mix.cuh); kda_mix, for 1 row and for more: step-plan's estimate; kda_head, a block a head (launch_kda.cuh): estimate, for eight rows 6 of the
+# 7.1 that the standard path's kernel took; route: a kernel of it took 2.6 with a hand-over of 1.3; expert_up: the list, 0.3 at one row and 1.0 at
+# eight; mla_attend: estimate.
 OWN = {"attn_mix": (2.0, 2.0), "ffn_mix": (2.0, 2.0), "output_mix": (2.0, 2.0), "routed_norm": (1.9, 1.9), "mla_norm": (0.6, 0.8), "kda_mix": (1.1, 2.0),
-       "route": (1.3, 1.3), "choose": (1.3, 1.6), "add_parts": (0.3, 0.4), "expert_up": (0.3, 1.0), "mla_attend": (2.5, 3.0), "embed": (0.3, 0.5), "embed_sum": (0.3, 0.5), "dense_sum": (0.3, 0.5)}
+       "route": (1.3, 1.3), "choose": (1.3, 1.6), "add_parts": (0.3, 0.4), "mix_closed": (0.5, 0.5), "mix_sums": (0.5, 0.5), "mix_out": (0.3, 0.3),
+       "kda_head": (3.0, 6.0), "expert_up": (0.3, 1.0), "mla_attend": (2.5, 3.0), "embed": (0.3, 0.5), "embed_sum": (0.3, 0.5), "dense_sum": (0.3, 0.5)}
 
 
 @dataclass(frozen=True)

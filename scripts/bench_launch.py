@@ -1,8 +1,10 @@
-"""Times the products of one TP16 rank in one launch, and checks their bytes against the standard path's cores first. JSON to $OUT, a table
-to stdout. A chain of products, not yet a layer: no norms, no attention, the choice of experts is made beforehand.
+"""Times phases of one TP16 rank in one launch, and checks their bytes against the standard path's kernels first. JSON to $OUT, a table to stdout.
 
-    scripts/bench_launch.py [--cases 0:1,16:1,107:8] [--clusters 1,2,4] [--windows 48:16,48:48] [--layers 21]
-                            [--prefetch 0,24] [--check] [--stress 100] [--lose] [--stamps]
+Chains of products (`0` without experts, `16` with as many chosen beforehand), and whole KDA layers: mixes, products, the middle of KDA, the choice of
+experts (`layer`; `layer16`: forced), experts and their norm.
+
+    scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48:16,48:48] [--layers 21]
+                            [--prefetch 0,24] [--whole-units] [--define K3_RECEIVE_BATCH=8] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
 """
 import argparse
 import ctypes
@@ -17,30 +19,32 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from launch_chain import CHECKED_LAYERS, TOP_K, Bench, Chain  # noqa: E402
+from launch_chain import CHECKED_LAYERS, Bench, Case, Chain  # noqa: E402
 
-from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 
-def by_phase(chain, window, waiting_window, prefetch):
-    """Median microseconds of every kind of phase: `hand_over` from the last end of the phase before to the last block's input, `works` from there
+def by_phase(chain, windows, prefetch):
+    """Median microseconds of every kind of phase: `hand_over` from the last end of what it reads to the last block's input, `works` from there
     to the last end, `block_waits` and `block_works` of single blocks."""
-    p, kinds = chain.program, len(chain.program.kinds)
+    p = chain.program
     stamps = cp.zeros((chain.grid, p.phases, 4), cp.uint64)
     for _ in range(2):
-        chain.launch(window, waiting_window, prefetch, stamps=stamps).launch()
+        chain.launch(windows, prefetch, stamps=stamps).launch()
     chain.bench.synchronize()
     t = stamps.get().astype(np.int64)
     works = t[:, :, 2] > 0
     last = np.where(works[:, :, None], t[:, :, :3], 0).max(0)     # [phase, stamp]
     out = {}
     for kind, k in enumerate(p.kinds):
-        at = [i for i in range(kinds, p.phases) if i % kinds == kind]
+        at = [i for i, (made, layer) in enumerate(p.weights) if made == kind and layer > p.weights[0][1]]
+        if not at:
+            continue
         mine = np.concatenate([t[works[:, i], i] for i in at])
-        parts = {"hand_over": [last[i, 1] - last[i - 1, 2] for i in at], "works": [last[i, 2] - last[i, 1] for i in at],
-                 "block_waits": mine[:, 1] - mine[:, 0], "block_works": mine[:, 2] - mine[:, 1]}
+        ends = [[last[source, 2] for source in p.sources[i] if source is not None] for i in at]
+        parts = {"works": [last[i, 2] - last[i, 1] for i in at], "block_waits": mine[:, 1] - mine[:, 0], "block_works": mine[:, 2] - mine[:, 1]}
+        parts |= {"hand_over": [last[i, 1] - max(end) for i, end in zip(at, ends)]} if all(ends) else {}
         out[k.name] = {n: float(np.median(v)) / 1e3 for n, v in parts.items()}
     return out
 
@@ -49,38 +53,47 @@ def main():
     numbers = lambda text: [int(n) for n in text.split(",")]
     pairs = lambda text: [tuple(map(int, w.split(":"))) for w in text.split(",")]
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", type=pairs, default=[(0, 1), (0, 8), (16, 1), (107, 8)], help="distinct experts a layer (0: dense products only) and rows")
+    cases = lambda text: [Case(w) for w in text.split(",")]
+    parser.add_argument("--cases", type=cases, default=cases("0:1,0:8,16:1,107:8,layer:1,layer:8,layer16:1,layer107:8"), help="what, and rows")
     parser.add_argument("--clusters", type=numbers, default=[1, 2, 4])
-    parser.add_argument("--windows", type=pairs, default=[(48, 16), (48, 48)], help="KB in flight, and while a hand-over is pending")
+    parser.add_argument("--windows", type=pairs, default=[(48, 16), (48, 48)], help="KB in flight, while a hand-over is pending, and in kda_in if that is to have another")
     parser.add_argument("--copy", type=numbers, default=[7680], help="bytes of a copy at most")
     parser.add_argument("--ring", type=numbers, default=[160], help="KB at most")
     parser.add_argument("--prefetch", type=numbers, default=[0], help="copies brought into the L2 while a ring is full")
+    parser.add_argument("--whole-units", action="store_true", help="blocks of a cluster do units of w1 and w3 alone, and read all of their input")
+    parser.add_argument("--define", action="append", default=[], help="NAME=VALUE for the kernel: K3_RECEIVE_BATCH (4: vectors that a thread asks for at once), "
+                        "K3_POLL (0; 1: who waits for the ring does not sleep)")
     parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--check", action="store_true", help="bytes only")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="phases whose bytes count, by name")
     parser.add_argument("--no-check", action="store_true", help="times only")
     parser.add_argument("--stamps", action="store_true", help="where the time of a phase goes")
     parser.add_argument("--stress", type=int, default=0, help="launches with delays at random, of each layout")
     parser.add_argument("--lose", action="store_true", help="lose a result of the first layout: must end in a record")
     parser.add_argument("--plain", action="store_true", help="not a cooperative launch")
     args = parser.parse_args()
-    bench, results, wrong = Bench(CHECKED_LAYERS if args.check else args.layers, args.cases, args.plain), [], 0
-    layouts = [(e, rows, c, copy, ring) for e, rows in args.cases for c in args.clusters for copy in args.copy for ring in args.ring
-               if (c > 1 or not e) and (c < 4 or copy <= 8192)]   # a block has 16 / c leaves of a tile, of which a large copy brings several
-    options = ((), ("-DK3_STRESS",))[:1 + bool(args.stress)]
-    bench.prepare([ls.source(bp.chain(bench.kinds(e, c), 1, rows, Grid(sms=bench.device.sms // c * c, cluster=c), TOP_K if e else 0), ring=ring * 1024, copy=copy)
-                   for e, rows, c, copy, ring in layouts], options)
+    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None), [], 0
+    layouts = [(case, c, copy, ring) for case in args.cases for c in args.clusters for copy in args.copy for ring in args.ring
+               if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
+    defines = tuple(f"-D{d}" for d in args.define)
+    options = (defines, (*defines, "-DK3_STRESS"))[:1 + bool(args.stress)]
+    bench.prepare([ls.source(bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)), ring=ring * 1024, copy=copy)
+                   for case, c, copy, ring in layouts], options)
     kb = [tuple(n * 1024 for n in w) for w in args.windows]
-    for e, rows, c, copy, ring in layouts if not args.no_check else ():
-        chain = Chain(bench, e, rows, c, CHECKED_LAYERS, copy, ring)
-        found = chain.check(*kb[0])
-        print(f"{rows} rows, {e} experts, clusters of {c} ({chain.clusters} fit), copies of {copy}: {chain.grid} blocks, {chain.slots} slots, {found}", flush=True)
-        wrong += found["differ"] + (not found["clean"]) + (not 0.1 < found["spread"] < 10)
-    for e, rows, c, copy, ring in layouts if args.stress else ():
-        bad = Chain(bench, e, rows, c, CHECKED_LAYERS, copy, ring, ("-DK3_STRESS",)).stress(*kb[0], args.stress)
-        print(f"{rows} rows, {e} experts, clusters of {c}, copies of {copy}: {bad} of {args.stress} delayed launches went wrong", flush=True)
+    for case, c, copy, ring in layouts if not args.no_check else ():
+        chain = Chain(bench, case, c, CHECKED_LAYERS, copy, ring, defines)
+        differ, spread, clean = chain.check(kb[0])
+        print(f"{case}, clusters of {c} ({chain.clusters} fit), copies of {copy}: {chain.grid} blocks, {chain.slots} slots, spread {spread:.2f}, "
+              f"{'clean' if clean else 'NOT CLEAN'}; values that differ: " + ", ".join(f"{name} {n}" for name, n in differ.items()), flush=True)
+        if missing := set(args.only or ()) - set(differ):
+            print(f"  it has no {', '.join(sorted(missing))}")
+        wrong += sum(n for name, n in differ.items() if not args.only or name in args.only) + (not clean) + (not 0.1 < spread < 100)
+    for case, c, copy, ring in layouts if args.stress else ():
+        bad = Chain(bench, case, c, CHECKED_LAYERS, copy, ring, options[1]).stress(kb[0], args.stress)
+        print(f"{case}, clusters of {c}, copies of {copy}: {bad} of {args.stress} delayed launches went wrong", flush=True)
         wrong += bad
     if args.lose:
-        ended = Chain(bench, *layouts[0][:3], CHECKED_LAYERS, *layouts[0][3:]).lose(*kb[0])
+        ended = Chain(bench, *layouts[0][:2], CHECKED_LAYERS, *layouts[0][2:], defines).lose(kb[0])
         print(f"a lost result: {ended or 'not noticed'}", flush=True)
         os._exit(int(not ended or bool(wrong)))   # nothing on the device can be given back any more
     if args.check or wrong:
@@ -90,21 +103,22 @@ def main():
     cp.cuda.Device().synchronize()
     ceiling = bench.timer.read_ceiling(pool, bench.device.name)
     print(f"read ceiling {ceiling / 1e12:.3f} TB/s")
-    for e, rows, c, copy, ring in layouts:
-        chain = Chain(bench, e, rows, c, args.layers, copy, ring)
-        nbytes = bench.layer_bytes(chain)
+    for case, c, copy, ring in layouts:
+        chain = Chain(bench, case, c, args.layers, copy, ring, defines)
+        experts = chain.experts_read(kb[0]) if case.has_experts else 0.0
+        nbytes = bench.layer_bytes(chain, experts)
         floor = nbytes / ceiling * 1e6
-        for window, prefetch in ((w, n) for w in kb for n in args.prefetch):
-            us = bench.timer.median(chain.launch(*window, prefetch).launch, repeats=5, warm=1) * 1e6 / args.layers
+        for windows, prefetch in ((w, n) for w in kb for n in args.prefetch):
+            us = bench.timer.median(chain.launch(windows, prefetch).launch, repeats=5, warm=1) * 1e6 / args.layers
             bench.synchronize()
-            results.append({"rows": rows, "experts": e, "cluster": c, "blocks": chain.grid, "copy": copy, "slots": chain.slots, "window": window, "prefetch": prefetch,
-                            "us_a_layer": us, "mb_a_layer": nbytes / 1e6, "floor_us": floor, "ratio": us / floor})
-            print(f"{rows} rows, {e} experts, clusters of {c}, {chain.grid} blocks, copies of {copy}, {chain.slots} slots, window {window[0] >> 10}:{window[1] >> 10}, "
+            results.append({"case": case.what, "rows": case.rows, "experts": experts, "cluster": c, "blocks": chain.grid, "copy": copy, "slots": chain.slots,
+                            "window": windows, "prefetch": prefetch, "us_a_layer": us, "mb_a_layer": nbytes / 1e6, "floor_us": floor, "ratio": us / floor})
+            print(f"{case}, {experts:.0f} experts, clusters of {c}, {chain.grid} blocks, copies of {copy}, {chain.slots} slots, window {':'.join(str(w >> 10) for w in windows)}, "
                   f"prefetch {prefetch}: {us:.2f} us a layer, {us / floor:.2f} x of {nbytes / 1e6:.1f} MB", flush=True)
         if args.stamps:
-            results[-1]["phases"] = by_phase(chain, *kb[0], args.prefetch[-1])
+            results[-1]["phases"] = by_phase(chain, kb[0], args.prefetch[-1])
             for name, times in results[-1]["phases"].items():
-                print(f"    {name:10} " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
+                print(f"    {name:16} " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
     commit = os.environ.get("K3CUDA_COMMIT") or subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     (Path(os.environ.get("OUT", ".")) / "bench_launch.json").write_text(json.dumps(
         {"command": sys.argv, "commit": commit, "gpu": bench.device.name, "ceiling_tb_s": ceiling / 1e12, "layers": args.layers, "results": results}, indent=1))

@@ -1,25 +1,52 @@
-"""What scripts/bench_launch.py times: chains of a rank's products in one launch, beside the standard path's kernels of the same products."""
+"""What scripts/bench_launch.py times: chains of a rank's phases in one launch, beside the standard path's kernels of the same phases."""
 import ctypes
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import cupy as cp
 import numpy as np
 
-from k3cuda import block_program as bp
-from k3cuda import launch_source as ls
-from k3cuda.config import RELEASED_FOLDER, K3Config
-from k3cuda.phases import Grid
-from k3cuda.runtime import repack
-from k3cuda.runtime.cuda_driver import Launch, Module, check, driver, open_device
-from k3cuda.runtime.cuda_jit import compile_cuda
-from k3cuda.runtime.cuda_synthetic import Filler
-from k3cuda.runtime.cuda_timing import Timer
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/gpu"))
+from core_kernels import KdaMix  # noqa: E402
+from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, stored  # noqa: E402
+
+from k3cuda import block_program as bp  # noqa: E402
+from k3cuda import launch_kinds as lk  # noqa: E402
+from k3cuda import launch_rank as lr  # noqa: E402
+from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
+from k3cuda.launch_layer import layer_kinds, layer_steps  # noqa: E402
+from k3cuda.phases import Grid  # noqa: E402
+from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.runtime import repack  # noqa: E402
+from k3cuda.runtime.cuda_driver import Launch, Module, check, driver, open_device  # noqa: E402
+from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
+from k3cuda.runtime.cuda_synthetic import Filler  # noqa: E402
+from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
 
 TP, CHECKED_LAYERS, SEED = 16, 3, 5
-TOP_K, POOL = 16, 128    # experts of a row; experts of a layer that the device holds
+FIRST_LAYER = 36             # of whole layers: the first one opens a block, three are closed then
+FORCED_POOL = 128            # experts of a layer that the device holds where all choices are forced
+LAYER_SLOTS = 10
 WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose")
+         "its own block to choose", "sums of its own block")
+
+
+class Case:
+    """What is timed. `0` or `16`: products, with as many experts chosen beforehand; `layer`: with mixes, norms and a choice of its own; `layer16`: with 16 forced."""
+
+    def __init__(self, text: str):
+        self.what, rows = text.split(":")
+        self.rows, self.is_layer = int(rows), self.what.startswith("layer")
+        forced = self.what.removeprefix("layer")
+        self.forced, self.chooses = int(forced or 0), self.is_layer and not forced
+        self.has_experts = bool(self.forced) or self.chooses
+
+    def __str__(self):
+        return f"{self.what} with {self.rows} rows"
 
 
 def expert_bytes(kind):
@@ -27,31 +54,35 @@ def expert_bytes(kind):
     return kind.expert_leaves * repack.leaf_bytes(kind.groups)
 
 
-def rounded(y):
-    """F32 as BF16 bits, +0 for -0."""
-    bits = y.view(cp.uint32)
-    bits = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(cp.uint16)
-    bits[bits == 0x8000] = 0
-    return bits
-
-
 class Chain:
     """One program compiled and ready: its weights, its exchange, its launch."""
 
-    def __init__(self, bench, experts, rows, cluster, layers, copy, ring, options=()):
-        self.bench, self.cluster, self.top_k = bench, cluster, TOP_K if experts else 0
-        self.made, self.build = (experts, rows, cluster), {"ring": ring * 1024, "copy": copy}
-        kinds = bench.kinds(experts, cluster)
-        first = bp.chain(kinds, 1, rows, Grid(sms=bench.device.sms // cluster * cluster, cluster=cluster), self.top_k)
-        self.grid, self.clusters = self.fits(ls.source(first, **self.build))
-        self.program = p = bp.chain(kinds, layers, rows, Grid(sms=self.grid, cluster=cluster, ring=ring * 1024, copy=copy), self.top_k)
+    def __init__(self, bench, case, cluster, layers, copy, ring, options=()):
+        self.bench, self.case, self.cluster, self.layers = bench, case, cluster, layers
+        self.build = {"ring": ring * 1024, "copy": copy}
+        self.grid, self.clusters = self.fits(ls.source(bench.program(case, 1, Grid(sms=bench.device.sms // cluster * cluster, cluster=cluster)), **self.build))
+        self.program = p = bench.program(case, layers, Grid(sms=self.grid, cluster=cluster, ring=ring * 1024, copy=copy))
         self.module, (self.threads, self.shared, _, self.slots) = bench.module(ls.source(p, **self.build), options)
         self.function = self.module.function("product_chain", self.shared)
-        self.words, self.result = cp.asarray(p.words), cp.zeros((rows, p.links[-1].row * bp.VECTOR), cp.uint16)
-        self.weights = cp.asarray([bench.weights[kinds[kind].name, layer].data.ptr for kind, layer in p.weights], dtype=cp.uint64)
-        self.exchange, self.counts = cp.full((bp.SLOTS, p.slot_vectors * 4), 0x80008000, cp.uint32), cp.zeros(ls.COUNT_BYTES // 4, cp.uint32)
-        self.x = bench.input(p)
-        self.choices = Choices(experts, p, layers) if experts else None
+        self.words, self.result = cp.asarray(p.words), cp.zeros((case.rows, p.output_vectors * 4), cp.uint32)
+        self.choices = bench.choices(case, p)
+        self.on_device = {layer: cp.asarray(made.view(np.uint8)) for layer, made in self.choices.items()}
+        self.kdas, self.kda_arrays = {}, {}
+        self.weights = {made: self.weights_of(p.kinds[made[0]], made[1]) for made in dict.fromkeys(p.weights)}
+        self.places = cp.asarray([self.weights[made].data.ptr for made in p.weights], dtype=cp.uint64)
+        self.exchange, self.counts = cp.full((p.slots, p.slot_vectors * 4), NOT_THERE, cp.uint32), cp.zeros(ls.COUNT_BYTES // 4, cp.uint32)
+        self.x = bench.input(case, p)
+
+    def weights_of(self, k, layer):
+        """What a phase's weights point to, on the device."""
+        if isinstance(k, lk.ForcedChoice):
+            return self.on_device[layer]
+        if not isinstance(k, lk.Kda):
+            return self.bench.weights_of(k, layer)
+        made = self.kdas[layer] = KdaLayer(k, self.case.rows, (SEED, layer))
+        values = made.fields(self.case.rows, k.heads, eps=self.bench.cfg.rms_norm_eps, **made.records)
+        arrays = self.kda_arrays[layer] = {n: cp.asarray(v) for n, v in values.items() if isinstance(v, np.ndarray)}
+        return cp.asarray(np.frombuffer(KdaMix(**values | {n: v.data.ptr for n, v in arrays.items()}), np.uint8))
 
     def fits(self, source):
         """(blocks that are resident at once, clusters that the device says fit)."""
@@ -63,187 +94,210 @@ class Chain:
         clusters = check(driver().cuOccupancyMaxActiveClusters(launch.function, launch.config))
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
-    def launch(self, window, waiting_window, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
-        names = {"weights": self.weights, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
-                 "record": record, "stamps": stamps, "choices": self.choices and self.choices.words}
-        args = ls.arguments(self.program, window=window, waiting_window=waiting_window, prefetch=prefetch, limit_ns=limit_ns,
-                            trouble=self.bench.trouble.ctypes.data, situ=self.bench.situ,
+    def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
+        """`windows`: bytes in flight, while waiting, and of the first kind if they are others."""
+        names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
+                 "record": record, "stamps": stamps}
+        bench = self.bench
+        args = ls.arguments(self.program, **dict(zip(("window", "waiting_window", "first_window"), windows)), prefetch=prefetch, limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
+                            situ=bench.situ, routed_scale=bench.cfg.routed_scaling_factor, norm_eps=bench.cfg.rms_norm_eps, block_rows=bp.MAX_TOKENS,
                             **{n: a.data.ptr for n, a in names.items() if a is not None})
-        return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=self.bench.timer.raw, cluster=self.cluster,
-                      cooperative=not self.bench.is_plain)
+        return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=bench.timer.raw, cluster=self.cluster,
+                      cooperative=not bench.is_plain)
 
-    def check(self, window, waiting_window):
-        """Every phase's results, and those of a second launch, against the row core's kernels; how many values differ."""
-        p, bad = self.program, 0
-        record = cp.zeros((p.phases, p.record_vectors * bp.VECTOR), cp.uint16)
-        cp.cuda.Device().synchronize()
+    def run(self, windows, prefetch=0, **more):
+        """One launch from the same prefix sums and closed blocks as every other one."""
+        self.bench.begin()
+        self.launch(windows, prefetch, **more).launch()
+        self.bench.synchronize()
+
+    def recorded(self, windows, prefetch=0):
+        record = cp.zeros((self.program.phases, self.program.record_vectors * 4), cp.uint32)
+        self.run(windows, prefetch, record=record)
+        return record.get()
+
+    def check(self, windows):
+        """Every phase's results of two launches against the standard path's kernels on what it read. Returns how many values differ: by phase's name, of the sums
+        that stay, of the result."""
+        p, bench = self.program, self.bench
+        standard, device = self.standard(), GpuDevice(self.bench, self.bench.module(self.standard().text)[0])
+        differ = {}
         for prefetch in (0, 8):
-            self.launch(window, waiting_window, prefetch, record=record).launch()
-        self.bench.synchronize()
-        x = self.x
-        for phase, (kind, layer) in enumerate(p.weights):
-            y = self.bench.standard(p.kinds[kind], self.bench.weights[p.kinds[kind].name, layer], x, p.rows, self.choices, layer)
-            wrong = int((record[phase, :y.size] != y.reshape(-1)).sum())
-            if wrong and not bad:
-                print(f"  phase {phase} {p.kinds[kind].name}: {wrong} of {y.size} values differ")
-            bad += wrong
-            row = p.links[kind].row * bp.VECTOR
-            x = cp.ascontiguousarray(cp.tile(y, (1, -(-row // y.shape[1])))[:, :row])
-        spread = float((x.astype(cp.uint32) << 16).view(cp.float32).std())
-        clean = bool((self.exchange == 0x80008000).all())
-        return {"differ": bad + int((self.result != x).sum()), "spread": spread, "clean": clean}
+            record = self.recorded(windows, prefetch)
+            hidden, blocks = bench.hidden_before.get(), bench.blocks_before.get()
+            for layer, made in self.kdas.items():
+                made.records = {n: self.kda_arrays[layer][n].get() for n in made.records}
+            for _, name, wrong, _ in standard.walk(device, record, self.weights, self.x.get(), hidden, blocks, bench.mixes, self.choices, self.kdas):
+                differ[name] = differ.get(name, 0) + wrong
+            differ["prefix sums"] = differ.get("prefix sums", 0) + int((bench.hidden.get() != hidden).sum() + (bench.blocks.get() != blocks).sum())
+            last, result = standard.made(p.phases - 1)[0], self.result.get()
+            result = result.view(last.dtype)
+            differ["result"] = differ.get("result", 0) + int((result != np.tile(last, (1, -(-result.shape[1] // last.shape[1])))[:, :result.shape[1]]).sum())
+        final = result.view(np.float32) if last.dtype == np.uint32 else (result.astype(np.uint32) << 16).view(np.float32)
+        return differ, float(final.std()), bool((self.exchange == NOT_THERE).all())
 
+    def standard(self):
+        bench = self.bench
+        return Standard(self.program, bench.device.sms, True, bench.situ, bench.cfg.routed_scaling_factor, bench.cfg.rms_norm_eps)
 
-    def stress(self, window, waiting_window, launches):
+    def experts_read(self, windows):
+        """Distinct experts of a layer, the mean of all."""
+        if self.choices:
+            return float(np.mean([made["entries"][0] for made in self.choices.values()]))
+        record, p = self.recorded(windows), self.program
+        routes = [(phase, p.kinds[kind]) for phase, (kind, _) in enumerate(p.weights) if isinstance(p.kinds[kind], lk.Route)]
+        return float(np.mean([len(np.unique(record[phase][:p.rows * 2 * k.top_k].reshape(p.rows, 2, k.top_k)[:, 0])) for phase, k in routes])) if routes else 0.0
+
+    def stress(self, windows, launches):
         """Launches with delays at random (K3_STRESS) whose result isn't that of the first without, or that leave something behind."""
-        plain = Chain(self.bench, *self.made, CHECKED_LAYERS, self.build["copy"], self.build["ring"] >> 10)
-        plain.launch(window, waiting_window).launch()
-        self.bench.synchronize()
+        plain = Chain(self.bench, self.case, self.cluster, self.layers, self.build["copy"], self.build["ring"] >> 10)
+        plain.run(windows)
         bad = 0
         for _ in range(launches):
             self.result.fill(0)
-            cp.cuda.Device().synchronize()
-            self.launch(window, waiting_window).launch()
-            self.bench.synchronize()
-            bad += not (bool((self.result == plain.result).all()) and bool((self.exchange == 0x80008000).all()))
+            self.run(windows)
+            bad += not (bool((self.result == plain.result).all()) and bool((self.exchange == NOT_THERE).all()))
         return bad
 
-    def lose(self, window, waiting_window):
+    def lose(self, windows):
         """A launch of which one block leaves out a unit: it must end, and say who waited for what. The context is lost."""
-        words = self.words.get()
-        at, left_out = 0, len(self.program.kinds) + 1
-        for phase in range(left_out):
-            at += 2 + (words[1, at] >> 16)
-        units = words[1, at] >> 16
+        words, p = self.words.get(), self.program
+        at, second = 0, len(p.kinds) + 1
+        for phase in range(p.phases):
+            units = words[1, at] >> 16
+            if phase >= second and units and isinstance(p.kinds[p.weights[phase][0]], lk.Product):
+                break
+            at += 3 + units
         words[1, at] -= 1 << 16
-        words[1, at + 1 + units:-1] = words[1, at + 2 + units:]
+        words[1, at + 2 + units:-1] = words[1, at + 3 + units:]
         self.words.set(words)
-        cp.cuda.Device().synchronize()
+        reader = next(i for i, sources in enumerate(p.sources) if phase in sources)
         start = time.monotonic()
-        self.launch(window, waiting_window, limit_ns=500_000_000).launch()
         try:
-            self.bench.synchronize()
+            self.run(windows, limit_ns=500_000_000)
         except Exception as error:   # whatever the driver calls it
-            # Who needs the lost result itself stands one phase behind it; who needs something of those, two.
-            return self.bench.trouble[0] and self.bench.trouble[3] in (left_out + 1, left_out + 2) and f"{type(error).__name__} after {time.monotonic() - start:.2f} s"
+            # Who needs the lost result stands at its reader; who needs something of those, further on.
+            return self.bench.trouble[0] and reader <= self.bench.trouble[3] < reader + len(p.kinds) and f"{type(error).__name__} after {time.monotonic() - start:.2f} s"
         return None
 
 
-class Choices:
-    """Forced choices of every layer: rows take experts in turn, other ones in each layer."""
+class GpuDevice:
+    """Runs kernels of tests/gpu/launch_standard.py on NumPy arrays; weights lie on the device already."""
 
-    def __init__(self, experts, program, layers):
-        made = []
-        for layer in range(layers):
-            rng = np.random.default_rng((SEED, layer))
-            deck = np.resize(rng.permutation(np.sort(rng.permutation(POOL)[:experts])), (program.rows, TOP_K))
-            made.append(ls.choice(deck, rng.random(deck.shape) * 0.3, program.tokens))
-        self.read = [int(m["entries"][0]) for m in made]
-        self.words = cp.asarray(np.concatenate(made).view(np.uint8))
-        self.lists, self.item_weights = [cp.asarray(ls.choice_list(m)) for m in made], [cp.asarray(m["weight"][0]) for m in made]
+    def __init__(self, bench, module):
+        self.bench, self.module = bench, module
+
+    def run(self, name, grid, threads, values, shared, cluster):
+        if threads is None:
+            blocks, threads, shared, cluster = self.module.constants(f"{name}_launch", 4)
+            grid = grid or blocks
+        copies = []
+
+        def place(v):
+            if isinstance(v, np.ndarray):
+                copies.append((v, cp.asarray(v)))
+                return copies[-1][1].data.ptr
+            return v.data.ptr if isinstance(v, cp.ndarray) else v
+
+        def argument(v):
+            if isinstance(v, Struct):
+                return v.kind(**{n: place(x) for n, x in v.values.items()})
+            return ctypes.c_int(v) if isinstance(v, int) else ctypes.c_float(v) if isinstance(v, np.float32) else ctypes.c_void_p(place(v))
+
+        arguments = [argument(v) for v in values]
+        cp.cuda.Device().synchronize()
+        Launch(self.module.function(name, shared), grid, threads, arguments, shared=shared, stream=self.bench.timer.raw, cluster=cluster).launch()
+        self.bench.synchronize()
+        for array, copy in copies:
+            if array.flags.writeable:
+                array[...] = copy.get()
 
 
 class Bench:
-    def __init__(self, layers, cases, is_plain=False):
-        self.is_plain = is_plain
+    def __init__(self, cases, is_plain=False, expert_parts=None):
+        self.is_plain, self.expert_parts = is_plain, expert_parts
         self.device = open_device(0)
         self.cfg = K3Config.from_json(RELEASED_FOLDER)
+        self.plan = build_plan(self.cfg, TP)
         self.situ = (self.cfg.activation_situ_beta, self.cfg.activation_situ_linear_beta)
-        self.timer, self.filler, self.built = Timer(self.device.arch), Filler(self.device.arch), {}
+        self.timer, self.filler, self.built, self.weights, self.mixes = Timer(self.device.arch), Filler(self.device.arch), {}, {}, {}
+        self.pool = self.cfg.num_experts if any(case.chooses for case in cases) else FORCED_POOL
         self.pinned = cp.cuda.alloc_pinned_memory(64)
         self.trouble = np.frombuffer(self.pinned, np.uint32, 16)
         self.trouble[:] = 0
-        self.weights = {}
-        experts = max(e for e, _ in cases)
-        for kind, p in enumerate(self.kinds(experts, 2)):
-            for layer in range(layers):
-                seed = ctypes.c_uint(SEED + 8 * layer + kind)
-                if isinstance(p, bp.Product):
-                    array, bound = cp.empty(p.nbytes, cp.uint8), (3 / p.inputs) ** 0.5    # results spread as their inputs do
-                    self.filler.run("fill_bf16", array, p.nbytes // 2, seed, ctypes.c_float(-bound), ctypes.c_float(bound))
-                else:
-                    array, lowest = cp.empty(POOL * expert_bytes(p), cp.uint8), 181 if isinstance(p, bp.ExpertUp) else 182   # factors 2^-7, 2^-6
-                    scale = repack.leaf_bytes(p.groups) // 4 - p.groups * 64
-                    self.filler.run("fill_mxfp4", array, array.nbytes // 4, seed, ctypes.c_int(p.groups * 64), ctypes.c_int(scale), ctypes.c_int(lowest))
-                self.weights[p.name, layer] = array
+        dims, rng = self.cfg.dims(), np.random.default_rng(SEED)
+        self.hidden_before = cp.asarray(rng.standard_normal((bp.MAX_TOKENS, dims["hidden_size"])).astype(np.float32))
+        self.blocks_before = cp.asarray(rng.standard_normal((dims["num_res_blocks"], bp.MAX_TOKENS, dims["hidden_size"])).astype(np.float32))
+        self.hidden, self.blocks = self.hidden_before.copy(), self.blocks_before.copy()
+
+    def begin(self):
+        self.hidden[...], self.blocks[...] = self.hidden_before, self.blocks_before
         cp.cuda.Device().synchronize()
-        text = f'#define K3_BENCH_SMS {self.device.sms}\n#include "bench_core.cuh"\n#include "situ.cuh"\n'
-        for p in self.kinds(experts, 2):
-            if isinstance(p, bp.Product):
-                text += f"typedef RowAuto<{p.tiles}, {p.leaves}, {p.steps}, 1> {p.name}_shape;\nK3_BENCH_ROWS({p.name}, {p.tiles}, {p.name}_shape)\n"
-        if experts:
-            up, down = (k for k in self.kinds(experts, 2) if not isinstance(k, bp.Product))
-            for tokens in sorted({1 << (r - 1).bit_length() for e, r in cases if e}):
-                items = tokens * TOP_K
-                text += (f"typedef ExpertUpShape<{up.leaves}, {up.groups}, ExpertList<{items}>, {max(tokens, 2)}, 8, 62 * 1024> up_{tokens};\n"
-                         f"typedef ExpertDownShape<1, {down.groups}, ExpertList<{items}>, {tokens}, {TOP_K}> down_{tokens};\n"
-                         f"K3_BENCH_EXPERTS(experts_{tokens}, 1, 1, up_{tokens}, down_{tokens})\n")
-            text += """extern "C" __global__ void activate(const float* y, int items, int half, float b, float c, bf16* act) {
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < items * half) act[i] = float_to_bf16(situ(y[i / half * 2 * half + i % half], y[i / half * 2 * half + half + i % half], b, c));
-}
-"""
-        self.core_text, self.core = text, None
 
-    def kinds(self, experts, cluster):
-        return bp.with_experts(self.cfg, TP, cluster) if experts else bp.dense_products(self.cfg, TP, cluster)
+    def program(self, case, layers, grid):
+        parts = lambda kinds: tuple(replace(k, parts=self.expert_parts or k.parts) if isinstance(k, lk.ExpertUp) else k for k in kinds)
+        if not case.is_layer:
+            kinds = parts(lr.with_experts(self.cfg, TP, grid.cluster)) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
+            return bp.chain(kinds, layers, case.rows, grid, self.cfg.num_experts_per_token if case.forced else 0)
+        kinds = parts(layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced)))
+        steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers))
+        return bp.program(kinds, steps, case.rows, grid, self.cfg.num_experts_per_token, slots=LAYER_SLOTS)
 
-    def standard(self, kind, weights, x, rows, choices, layer):
-        """What the standard path's kernels make of a phase's input: BF16 bits [rows, outputs]."""
-        if isinstance(kind, bp.Product):
-            return rounded(self.row_core(kind, weights, x, rows))
-        tokens = 1 << (rows - 1).bit_length()
-        pointer, number = lambda a: ctypes.c_void_p(a.data.ptr), ctypes.c_int
-        items, cut = rows * TOP_K, choices.lists[layer]
-        if isinstance(kind, bp.ExpertUp):
-            _, threads, shared, _ = self.core.constants(f"experts_{tokens}_up_launch", 4)
-            y, act = cp.zeros((items, 2, kind.outputs), cp.float32), cp.zeros((items, kind.outputs), cp.uint16)
-            cp.cuda.Device().synchronize()
-            values = [pointer(weights), number(kind.pairs), pointer(x), number(x.shape[1]), number(TOP_K), pointer(cut), pointer(y)]
-            Launch(self.core.function(f"experts_{tokens}_up", shared), self.device.sms, threads, values, shared=shared, stream=self.timer.raw).launch()
-            Launch(self.core.function("activate"), -(-act.size // 256), 256, [pointer(y), number(items), number(kind.outputs), ctypes.c_float(self.situ[0]),
-                   ctypes.c_float(self.situ[1]), pointer(act)], stream=self.timer.raw).launch()
-            self.synchronize()
-            act[act == 0x8000] = 0
-            return act
-        _, threads, shared, _ = self.core.constants(f"experts_{tokens}_down_launch", 4)
-        y = cp.zeros((rows, kind.outputs), cp.float32)
+    def choices(self, case, program):
+        """layer -> forced choice: rows take experts in turn, other ones in each layer."""
+        made, top_k = {}, self.cfg.num_experts_per_token
+        for layer in dict.fromkeys(layer for _, layer in program.weights) if case.forced else ():
+            rng = np.random.default_rng((SEED, layer))
+            deck = np.resize(rng.permutation(np.sort(rng.permutation(self.pool)[:case.forced])), (case.rows, top_k))
+            made[layer] = ls.choice(deck, rng.random(deck.shape) * 0.3, program.tokens)
+        return made
+
+    def weights_of(self, k, layer):
+        """What a phase's weights point to, on the device: made once."""
+        if (k.name, layer) not in self.weights:
+            self.weights[k.name, layer] = self._made(k, layer)
+        return self.weights[k.name, layer]
+
+    def _made(self, k, layer):
+        seed = ctypes.c_uint(SEED + 64 * layer + sum(map(ord, k.name)) % 64)
+        rng = np.random.default_rng((SEED, layer, len(k.name)))
+        if isinstance(k, lk.Product):
+            array, bound = cp.empty(k.nbytes, cp.uint8), (3 / k.inputs) ** 0.5    # results spread as their inputs do
+            self.filler.run("fill_bf16", array, k.nbytes // 2, seed, ctypes.c_float(-bound), ctypes.c_float(bound))
+        elif isinstance(k, lk.Route):
+            array = cp.asarray(rng.standard_normal(k.experts).astype(np.float32) * np.float32(0.1))
+        elif isinstance(k, lk.Mix):
+            name = k.name.split("_closed")[0].split("_sums")[0]
+            if (name, layer) not in self.mixes:
+                score, weight = (rng.standard_normal(k.n) / k.n ** 0.5).astype(np.float32), stored(1 + 0.3 * rng.standard_normal(k.n), "bf16")
+                self.mixes[name, layer], self.weights[name, layer, "mix"] = (score, weight), (cp.asarray(score), cp.asarray(weight))
+            places = (self.hidden.data.ptr, self.blocks.data.ptr) if k.blocks else (0, 0)
+            array = cp.asarray(np.array([(*(a.data.ptr for a in self.weights[name, layer, "mix"]), *places)], ls.LAUNCH_MIX).view(np.uint8))
+        else:
+            array, lowest = cp.empty(self.pool * expert_bytes(k), cp.uint8), 181 if isinstance(k, lk.ExpertUp) else 182   # factors 2^-7, 2^-6
+            scale = repack.leaf_bytes(k.groups) // 4 - k.groups * 64
+            self.filler.run("fill_mxfp4", array, array.nbytes // 4, seed, ctypes.c_int(k.groups * 64), ctypes.c_int(scale), ctypes.c_int(lowest))
         cp.cuda.Device().synchronize()
-        values = [pointer(weights), number(kind.tiles), pointer(x), number(x.shape[1]), pointer(choices.item_weights[layer]), number(rows), pointer(cut), pointer(y)]
-        Launch(self.core.function(f"experts_{tokens}_down", shared), -(-kind.tiles // 2), threads, values, shared=shared, stream=self.timer.raw).launch()
-        self.synchronize()
-        return rounded(y)
+        return array
 
-    def layer_bytes(self, chain):
+    def layer_bytes(self, chain, experts):
         """Weights that a layer reads."""
-        return sum(k.nbytes if isinstance(k, bp.Product) else expert_bytes(k) * np.mean(chain.choices.read) for k in chain.program.kinds)
+        return sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in chain.program.kinds)
 
     def prepare(self, sources, options):
         """Compiles all side by side."""
         with ThreadPoolExecutor(8) as pool:
-            core = pool.submit(compile_cuda, self.core_text, self.device.arch, name="the standard cores")
             list(pool.map(lambda text: [compile_cuda(text, self.device.arch, options=o, name="a chain") for o in options], set(sources)))
-        self.core = Module(core.result().cubin)
 
     def module(self, source, options=()):
         if (source, options) not in self.built:
             module = Module(compile_cuda(source, self.device.arch, options=options, name="a chain").cubin)
-            self.built[source, options] = module, module.constants("product_chain_launch", 4)
+            self.built[source, options] = module, module.constants("product_chain_launch", 4) if "product_chain_launch" in source else None
         return self.built[source, options]
 
-    def input(self, program):
-        columns = program.links[0].in_row * bp.VECTOR
-        values = cp.asarray(np.random.default_rng(SEED).standard_normal((program.rows, columns)), dtype=cp.float32)
-        return rounded(values)
-
-    def row_core(self, product, weights, x, rows):
-        grid, threads, shared, cluster = self.core.constants(product.name + "_launch", 4)
-        y, pointer, number = cp.zeros((rows, product.outputs), cp.float32), lambda a: ctypes.c_void_p(a.data.ptr), ctypes.c_int
-        cp.cuda.Device().synchronize()
-        values = [pointer(weights), number(product.tiles), pointer(x), number(x.shape[1]), number(rows), pointer(y), number(product.outputs)]
-        Launch(self.core.function(product.name, shared), grid, threads, values, shared=shared, stream=self.timer.raw, cluster=cluster).launch()
-        self.synchronize()
-        return y
+    def input(self, case, program):
+        values = np.random.default_rng(SEED).standard_normal((case.rows, program.input_vectors * (4 if case.is_layer else 8))).astype(np.float32)
+        return cp.asarray(values if case.is_layer else stored(values, "bf16"))
 
     def synchronize(self):
         try:

@@ -3,15 +3,21 @@ measure (docs/megakernel-log.md). Needs no GPU; takes a minute."""
 import dataclasses
 
 from k3cuda import block_program as bp
+from k3cuda import launch_kinds as lk
+from k3cuda import launch_rank as lr
 from k3cuda import timeline
 from k3cuda.config import RELEASED_FOLDER, K3Config
-from k3cuda.phases import ARRANGEMENTS, Grid, Phase, Wait
+from k3cuda.launch_layer import layer_kinds, layer_steps
+from k3cuda.phases import ARRANGEMENTS, Grid
 from k3cuda.plan import build_plan
 from k3cuda.runtime.repack import leaf_bytes
 from k3cuda.schedule import Schedule, build, deal
 
-CHAINS = ((0, 1), (0, 8), (16, 1), (107, 8))        # distinct experts, rows
+CHAINS = (("products", 0, 1), ("products", 0, 8), ("products", 16, 1), ("products", 107, 8), ("layer", 16, 1), ("layer", 107, 8))   # what, distinct experts, rows
+FIRST_LAYER = 36                                  # of whole layers, as scripts/launch_chain.py
+ROUNDS = {lk.CLOSED: "mix_closed", lk.SUMS: "mix_sums", lk.OUT: "mix_out"}
 BLOCKS = {1: 132, 2: 132, 4: 120}                 # of clusters that an H200 holds at once
+RING = {1: 17 * 7680, 8: 13 * 7680}               # bytes that a layer's kernel has left for it, by rows
 LAYERS = 9                                        # steady by the fourth: layers 4 to 7 are one period
 CASES = {"1 row": (1, 16, "all carried"), "8 rows": (8, 107, "both mixes phases")}
 HALF = {name: (few / 2, more / 2) for name, (few, more) in timeline.OWN.items()}
@@ -36,32 +42,41 @@ def us_a_layer(plan, rows, experts, arrangement, ring, share=1, **costs):
     return (end(7) - end(3)) / 4
 
 
-def chain_us(cfg, experts, rows, cluster):
-    """A layer of a chain of products (block_program.chain), as its kernel runs it."""
-    kinds = bp.with_experts(cfg, 16, cluster) if experts else bp.dense_products(cfg, 16, cluster)
-    grid, phases = Grid(sms=BLOCKS[cluster], cluster=cluster, copy=7680), []
-    for layer, k in ((layer, k) for layer in range(LAYERS) for k in kinds):
-        units, is_chosen, steps = k.units(grid), not isinstance(k, bp.Product), 0
-        if is_chosen:
-            count = experts * k.pairs * k.parts if isinstance(k, bp.ExpertUp) else len(units)
-            units, steps = (experts * k.expert_leaves * leaf_bytes(k.groups) // count,) * count, 2 * k.groups
-        before = kinds[(len(phases) - 1) % len(kinds)]
-        items = rows * (16 if isinstance(k, bp.ExpertDown) else 1)
-        read = (k.inputs // k.parts if k.parts > 1 else max(k.inputs, before.outputs)) * 2 * items
-        phases.append(Phase(k.name, layer, units, (Wait(len(phases) - 1, read),) if phases else (), k.parts, steps or k.steps, is_chosen))
+def chain_us(plan, what, experts, rows, cluster):
+    """A layer of what scripts/bench_launch.py runs, as its kernel runs it."""
+    cfg, grid = plan.cfg, Grid(sms=BLOCKS[cluster], cluster=cluster, copy=7680)
+    if what == "layer":
+        grid = dataclasses.replace(grid, ring=RING[rows])
+        kinds = layer_kinds(cfg, 16, cluster, rank_parts=16, forced=False)
+        program = bp.program(kinds, layer_steps(plan, kinds, range(FIRST_LAYER, FIRST_LAYER + LAYERS)), rows, grid, cfg.num_experts_per_token, slots=10)
+    else:
+        kinds = lr.with_experts(cfg, 16, cluster) if experts else lr.dense_products(cfg, 16, cluster)
+        program = bp.chain(kinds, LAYERS, rows, grid, cfg.num_experts_per_token if experts else 0)
+    phases = []
+    for (kind, _), phase in zip(program.weights, program.schedule.phases):
+        k, units = program.kinds[kind], phase.units
+        does = (ROUNDS[k.round],) if isinstance(k, lk.Mix) else ("kda_head",) if isinstance(k, lk.Kda) else ()
+        does = ("choose", "expert_up") if what == "layer" and isinstance(k, lk.ExpertUp) else does
+        steps = 2 * k.groups if k.is_chosen else getattr(k, "steps", 0)
+        if k.is_chosen:
+            count = experts * k.pairs * k.parts if isinstance(k, lk.ExpertUp) else len(units)
+            units = (experts * k.expert_leaves * leaf_bytes(k.groups) // count,) * count
+        phases.append(dataclasses.replace(phase, units=units, steps=steps, does=does))
     spans = timeline.simulate(Schedule(grid, rows, tuple(phases), deal(phases, grid))).spans
-    return (spans[-1].end - spans[2 * len(kinds) - 1].end) / (LAYERS - 2)
+    end = lambda layer: max(span.end for span in spans if phases[span.phase].layer == layer)
+    first = phases[0].layer
+    return (end(first + LAYERS - 1) - end(first + 1)) / (LAYERS - 2)
 
 
 def main():
-    plan = build_plan(K3Config.from_json(RELEASED_FOLDER), 16)
-    plan = dataclasses.replace(plan, ops=tuple(op for op in plan.ops if op.layer is None or op.layer < LAYERS))
+    whole = build_plan(K3Config.from_json(RELEASED_FOLDER), 16)
+    plan = dataclasses.replace(whole, ops=tuple(op for op in whole.ops if op.layer is None or op.layer < LAYERS))
     for change, what in CHANGES.items():
         row = [us_a_layer(plan, *case, kb * 1024, **what) for case in CASES.values() for kb in (160, 340)]
         print(f"{change:18}" + "".join(f"{us:8.1f}" for us in row))
-    for experts, rows in CHAINS:
-        found = {c: chain_us(plan.cfg, experts, rows, c) for c in BLOCKS if c > 1 or not experts}
-        print(f"chain, {experts} experts, {rows} rows: " + ", ".join(f"{us:.1f} in clusters of {c}" for c, us in found.items()))
+    for what, experts, rows in CHAINS:
+        found = {c: chain_us(whole, what, experts, rows, c) for c in BLOCKS if c > 1 or not experts}
+        print(f"{what}, {experts} experts, {rows} rows: " + ", ".join(f"{us:.1f} in clusters of {c}" for c, us in found.items()))
 
 
 if __name__ == "__main__":

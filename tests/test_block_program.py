@@ -1,197 +1,205 @@
-"""The single launch under g++: its tables, the program of every block, hand-overs between blocks that run as threads, the row core's sums.
+"""The single launch under g++: its tables, the program of every block, hand-overs between blocks that run as threads, the standard path's bytes.
 
-The shim runs logic, not the machine: one block a cluster. Clusters, bytes and time are scripts/bench_launch.py's matter.
+The shim runs logic, not the machine: time is scripts/bench_launch.py's matter.
 """
 import ctypes
 import multiprocessing
+from types import SimpleNamespace
 
-import core_units as u
+import ml_dtypes
 import numpy as np
 import pytest
+from launch_shim import BLOCKS, NORM_EPS, NOT_THERE, PRODUCTS, RANKS, ROUTED_SCALE, SITU, TOP_K, WITH_EXPERTS, Case, HostDevice, small_layer  # first: it finds tests/gpu
+from kda_case import Kda
+from launch_standard import KDA_WEIGHTS, Standard, of_bf16
+from models import relative
 from shim import host
 
 from k3cuda import block_program as bp
-from k3cuda import launch_source as ls
+from k3cuda import launch_kinds as lk
+from k3cuda import launch_rank as lr
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.errors import PlanError
+from k3cuda.launch_layer import layer_kinds, layer_steps
 from k3cuda.phases import Grid
+from k3cuda.plan import build_plan
+from k3cuda.reference import FUNCTIONS
+from k3cuda.reference.numerics import Numerics
 
-PRODUCTS = (bp.Product("wide", 7, 16, 2), bp.Product("one leaf", 33, 1, 6), bp.Product("two", 5, 2, 4))
-EXPERTS, TOP_K, SITU = 12, 4, (1.5, 2.5)
-WITH_EXPERTS = (PRODUCTS[0], bp.ExpertUp("up", 4, 4, 3), bp.ExpertDown("down", 5, 2))
-BLOCKS, LAYERS = 3, 3
-
-
-def rows_of(vectors, rows):
-    return vectors.reshape(rows, -1)
+shim = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 
 
-def linked(y, row):
-    """Results [rows, outputs] F32 as the next phase's input: BF16, +0 for -0, repeated up to `row` values."""
-    bits = u.to_bf16(y)
-    bits[bits == 0x8000] = 0
-    return np.ascontiguousarray(np.tile(bits, -(-row // bits.shape[1]))[:, :row])
+class Walked:
+    """A launch, and the standard path's kernels on what each of its phases read. `differ`: phase name -> (differing values, values)."""
+
+    def __init__(self, case, folder):
+        program = case.program
+        hidden, blocks = case.hidden.copy(), case.blocks.copy()
+        self.record = np.zeros((program.phases, program.record_vectors * 4), np.uint32)
+        self.result, self.exchange = case.launch(record=self.record)
+        self.standard = Standard(program, program.grid.sms, False, SITU, ROUTED_SCALE, NORM_EPS)
+        folder.mkdir()
+        library = host.build(self.standard.text, self.standard.kernels, folder)
+        self.differ = {}
+        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices, case.kdas):
+            before = self.differ.get(name, (0, 0))
+            self.differ[name] = before[0] + wrong, before[1] + values
+        self.hidden, self.blocks = hidden, blocks
 
 
-def row_core(folder, products):
-    """The standard path's kernels of the same products."""
-    text = '#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\n'
-    for i, p in enumerate(products):
-        text += f"typedef RowShape<{p.leaves}, {p.steps}, 1, 1, {min(p.leaves, 4)}, 1, 1, 4096> shape_{i};\nK3_BENCH_ROWS(product_{i}, {p.tiles}, shape_{i})\n"
-    folder.mkdir()
-    return host.build(text, [f"product_{i}" for i in range(len(products))], folder)
+def check_bytes(case, walked):
+    kinds = case.program.kinds
+    inner = {k.name for k in kinds if isinstance(k, lk.ForcedChoice) or isinstance(k, lk.Mix) and k.round != lk.OUT}   # what follows from them is compared
+    assert set(walked.differ) == {k.name for k in kinds} - inner
+    assert not {name: found for name, found in walked.differ.items() if found[0]} and all(values for _, values in walked.differ.values())
+    assert (walked.exchange == NOT_THERE).all()                 # as the next launch must find it
+    assert case.hidden.tobytes() == walked.hidden.tobytes() and case.blocks.tobytes() == walked.blocks.tobytes()
+    last = walked.standard.made(case.program.phases - 1)[0]
+    result = walked.result.view(last.dtype)
+    assert (result == np.tile(last, (1, -(-result.shape[1] // last.shape[1])))[:, :result.shape[1]]).all()
+    final = of_bf16(result) if last.dtype == np.uint16 else result.view(np.float32)
+    assert np.isfinite(final).all() and final.std() > 0.1
 
 
-def launched(library, program, weights, x, choices=None, launches=1, record=None, limit_ns=100_000_000_000, trouble=None, words=None):
-    """Result of the last launch, BF16 bits [rows, row], and the exchange behind it. Windows let a copy or two be in flight."""
-    threads, shared, _, _ = host.constants(library, "product_chain_launch", 4)
-    exchange = np.full((bp.SLOTS, program.slot_vectors * 4), 0x80008000, np.uint32)
-    counts, trouble = np.zeros(ls.COUNT_BYTES // 4, np.uint32), np.zeros(8, np.uint32) if trouble is None else trouble
-    places = np.array([weights[w].ctypes.data for w in program.weights], np.uint64)
-    result = np.zeros((program.rows, program.links[-1].row * bp.VECTOR), np.uint16)
-    words = program.words if words is None else words
-    names = dict(weights=places, programs=words, input=x, exchange=exchange, result=result, counts=counts, trouble=trouble, record=record, choices=choices)
-    addresses = {n: a.ctypes.data for n, a in names.items() if a is not None}
-    args = ls.arguments(program, window=4096, waiting_window=2048, prefetch=2, limit_ns=limit_ns, situ=SITU, **addresses)
-    for launch in range(launches):
-        pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3
-        library.k3_shim_product_chain(three(program.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), 1, ctypes.c_uint(launch + 1), pointers)
-    return result, exchange
+@shim
+@pytest.mark.parametrize("kinds, rows", [(PRODUCTS, 1), (PRODUCTS, 3), (PRODUCTS, 8), (WITH_EXPERTS, 1), (WITH_EXPERTS, 8), (small_layer(), 1), (small_layer(), 8)],
+                         ids=lambda v: str(v) if isinstance(v, int) else {3: "products", 4: "experts"}.get(len(v), "layer"))
+def test_the_bytes_of_the_standard_path(tmp_path, kinds, rows):
+    case = Case(tmp_path, kinds, rows)
+    walked = Walked(case, tmp_path / "standard")
+    check_bytes(case, walked)
+    if kinds is PRODUCTS:                                       # a second launch finds everything as the first did
+        assert (case.launch(launches=2)[0] == walked.result).all()
 
 
-def case(folder, rows, layers=LAYERS, seed=0):
-    program = bp.chain(PRODUCTS, layers, rows, Grid(sms=BLOCKS))
-    library = host.build(ls.source(program, ring=24 * 1024, copy=2048), ["product_chain"], folder)
-    rng = np.random.default_rng(seed)
-    weights = {(k, layer): u.repack.pack_bf16(u.to_bf16(rng.standard_normal((p.outputs, p.inputs)) / np.sqrt(p.inputs)), p.leaves)
-               for k, p in enumerate(PRODUCTS) for layer in range(layers)}
-    x = linked(rng.standard_normal((rows, PRODUCTS[0].inputs)), program.links[0].in_row * bp.VECTOR)
-    return program, library, weights, x
-
-
-@pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_the_bytes_of_the_row_core(tmp_path, rows):
-    program, library, weights, x = case(tmp_path, rows)
-    core, count = row_core(tmp_path / "core", PRODUCTS), ctypes.c_int
-    record = np.zeros((program.phases, program.record_vectors, bp.VECTOR), np.uint16)
-    result, exchange = launched(library, program, weights, x, launches=2, record=record)
-    assert (exchange == 0x80008000).all()                 # as the next launch must find it
-    for phase, (kind, layer) in enumerate(program.weights):
-        p, y = PRODUCTS[kind], np.zeros((rows, PRODUCTS[kind].outputs), np.float32)
-        grid, threads, shared, _ = host.constants(core, f"product_{kind}_launch", 4)
-        host.launch(core, f"product_{kind}", grid, threads, [weights[kind, layer], count(p.tiles), x, count(x.shape[1]), count(rows), y, count(p.outputs)], shared)
-        x = linked(y, program.links[kind].row * bp.VECTOR)
-        made = record[phase].reshape(-1)[:rows * p.outputs]
-        assert made.tobytes() == linked(y, p.outputs).tobytes(), (phase, p.name)
-    assert result.tobytes() == x.tobytes() and np.isfinite(u.of_bf16(x)).all() and u.of_bf16(x).std() > 0.1
-
-
-def choice_of(rows, tokens, rng):
-    """A choice at random, with one expert that is every row's."""
-    ids = np.stack([rng.permutation([0, *rng.permutation(np.arange(1, EXPERTS))[:TOP_K - 1]]) for _ in range(rows)])
-    return ls.choice(ids, rng.random(ids.shape), tokens)
-
-
-@pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_the_bytes_of_the_expert_cores(tmp_path, rows):
-    program = bp.chain(WITH_EXPERTS, 2, rows, Grid(sms=BLOCKS), TOP_K)
-    library = host.build(ls.source(program, ring=24 * 1024, copy=2048), ["product_chain"], tmp_path)
-    (product, up, down), rng, items, count = WITH_EXPERTS, np.random.default_rng(1), program.tokens * TOP_K, ctypes.c_int
-    folder = tmp_path / "core"
-    folder.mkdir()
-    core = host.build(f'''#define K3_BENCH_SMS 4
-#include "bench_core.cuh"
-#include "situ.cuh"
-typedef RowShape<16, 2, 1, 1, 4, 1, 1, 4096> shape_0;
-K3_BENCH_ROWS(product_0, {product.tiles}, shape_0)
-typedef ExpertUpShape<4, 3, ExpertList<{items}>, 8, 4, 8192> up;
-typedef ExpertDownShape<1, 2, ExpertList<{items}>, {program.tokens}, {TOP_K}, 4, 2, 8192> down;
-K3_BENCH_EXPERTS(experts, 1, 1, up, down)
-extern "C" __global__ void activate(const float* y, int half, bf16* act) {{
-  const float* from = y + blockIdx.x * 2 * half;
-  act[blockIdx.x * half + threadIdx.x] = float_to_bf16(situ(from[threadIdx.x], from[half + threadIdx.x], {SITU[0]}f, {SITU[1]}f));
-}}
-''', ["product_0", "experts_up", "experts_down", "activate"], folder)
-    octets = lambda low, high, *shape: rng.integers(low, high, shape, dtype=np.uint8)
-    mxfp4 = lambda k, leaves, code: np.stack([u.repack.pack_mxfp4(octets(0, 256, k.outputs, k.inputs // 2), octets(code, code + 4, k.outputs, k.inputs // 32), leaves)
-                                              for _ in range(EXPERTS)])
-    weights, choices = {}, [choice_of(rows, program.tokens, rng) for _ in range(2)]
-    for layer in range(2):
-        w1, w3 = mxfp4(up, 4, 120), mxfp4(up, 4, 120)
-        weights[0, layer] = u.repack.pack_bf16(u.to_bf16(rng.standard_normal((product.outputs, product.inputs)) / np.sqrt(product.inputs)), 16)
-        weights[1, layer] = np.ascontiguousarray(np.stack([w1, w3], axis=2).reshape(EXPERTS, -1, *w1.shape[2:]))
-        weights[2, layer] = mxfp4(down, 1, 123)
-    x = linked(rng.standard_normal((rows, product.inputs)), program.links[0].in_row * bp.VECTOR)
-    record = np.zeros((program.phases, program.record_vectors, bp.VECTOR), np.uint16)
-    result, exchange = launched(library, program, weights, x, np.concatenate(choices).view(np.uint8), record=record, launches=2)
-    assert (exchange == 0x80008000).all()
-    for phase, (kind, layer) in enumerate(program.weights):
-        w, k, cut = weights[kind, layer], WITH_EXPERTS[kind], ls.choice_list(choices[layer])
-        y = np.zeros((rows, k.outputs), np.float32)
-        if k is product:
-            grid, threads, shared, _ = host.constants(core, "product_0_launch", 4)
-            host.launch(core, "product_0", grid, threads, [w, count(k.tiles), x, count(x.shape[1]), count(rows), y, count(k.outputs)], shared)
-        elif k is up:
-            both, act = np.zeros((rows * TOP_K, 2, k.outputs), np.float32), np.zeros((rows * TOP_K, k.outputs), np.uint16)
-            _, threads, shared, _ = host.constants(core, "experts_up_launch", 4)
-            host.launch(core, "experts_up", 2, threads, [w, count(k.pairs), x, count(x.shape[1]), count(TOP_K), cut, both], shared)
-            host.launch(core, "activate", rows * TOP_K, k.outputs, [both, count(k.outputs), act])
-            y = u.of_bf16(act).astype(np.float32)
+@shim
+def test_a_layers_own_phases_against_the_reference(tmp_path):
+    """Mixes, the choice, the routed norm and the shared expert, from what the launch recorded of their inputs."""
+    case = Case(tmp_path, small_layer(), 3, seed=4)
+    hidden, blocks = case.hidden[:3].copy(), case.blocks[:, :3].copy()
+    walked = Walked(case, tmp_path / "standard")
+    check_bytes(case, walked)
+    numbers = SimpleNamespace(num=Numerics("f32", "bf16"), cfg=SimpleNamespace(rms_norm_eps=NORM_EPS, num_experts_per_token=TOP_K, routed_scaling_factor=ROUTED_SCALE))
+    seen = set()
+    for phase, ((kind, layer), step) in enumerate(zip(case.program.weights, case.program.steps)):
+        k, read, made = case.program.kinds[kind], lambda i: walked.standard.read(phase, i), walked.standard.made(phase)
+        if k.name.endswith("_sums"):
+            parts = read(0).reshape(3, k.rank_parts, k.n).transpose(1, 0, 2)
+        elif isinstance(k, lk.Mix) and k.round == lk.OUT:
+            score, weight = case.mixes[k.name, layer]
+            ones = np.ones_like(score)
+            b = SimpleNamespace(hidden=hidden, res_blocks=blocks, ffn_out=parts[0], attn_parts=parts, routed_parts=parts, attn_in=np.zeros((3, k.n), np.float32))
+            b.ffn_in = b.routed_normed = b.attn_in
+            w = SimpleNamespace(self_attention_res_norm=ones, self_attention_res_proj=score, mlp_res_norm=ones, mlp_res_proj=score,
+                                input_layernorm=of_bf16(weight), post_attention_layernorm=of_bf16(weight), routed_expert_norm=of_bf16(weight))
+            numbers.cfg.opens_res_block = lambda _, step=step: bool(step.extra >> 4)
+            FUNCTIONS[k.name](numbers, w, b, SimpleNamespace(num_blocks=step.extra & 15, layer=layer))
+            assert relative(of_bf16(made[0]), b.attn_in) < 3e-3, (k.name, layer)      # one rounding to BF16
+        elif isinstance(k, lk.Route):
+            logits = read(0)
+            b = SimpleNamespace(router_logits=logits, shared_act=np.zeros((3, 1), np.float32), shared_partial=np.zeros((3, 1), np.float32),
+                                expert_ids=np.zeros((3, TOP_K), np.int32), expert_weights=np.zeros((3, TOP_K), np.float32))
+            FUNCTIONS["route"](numbers, SimpleNamespace(e_score_correction_bias=case.weights[kind, layer], shared_down_proj=np.zeros((1, 1), np.float32)), b, None)
+            words = walked.record[phase][:3 * 2 * TOP_K].reshape(3, 2, TOP_K)
+            assert (words[:, 0] == b.expert_ids).all() and relative(words[:, 1].copy().view(np.float32), b.expert_weights) < 1e-6
+        elif isinstance(k, lk.Kda):
+            at, bf16 = case.kdas[layer], lambda bits: bits.view(ml_dtypes.bfloat16)
+            x = {"qkv": bf16(read(2)).reshape(3, 3, -1), "f_a": bf16(read(0)), "beta": at.records["beta"], "out_gate": read(3)}
+            model = SimpleNamespace(heads=k.heads, w={n: getattr(at, n)[None] for n in KDA_WEIGHTS} | {"f_b": bf16(at.f_b)[None]})
+            want = Kda.reference(model, at.slots, x, (at.state[None], bf16(at.conv)[None]))
+            assert relative(at.records["beta"], 1 / (1 + np.exp(-read(1)[:, :k.heads]))) < 1e-6 and relative(of_bf16(made[0]), want["out"]) < 3e-3
+            assert all(relative(at.records[n], want[n]) < 1e-5 for n in ("k", "v", "decay"))
         else:
-            _, threads, shared, _ = host.constants(core, "experts_down_launch", 4)
-            host.launch(core, "experts_down", -(-k.tiles // 2), threads, [w, count(k.tiles), x, count(x.shape[1]), choices[layer]["weight"][0].copy(), count(rows), cut, y], shared)
-        want = linked(y, k.outputs)
-        assert record[phase].reshape(-1)[:want.size].tobytes() == want.tobytes() and np.isfinite(y).all() and y.std() > 0.05, (phase, k.name)
-        x = linked(y, program.links[kind].row * bp.VECTOR)
-    assert result.tobytes() == x.tobytes()
+            continue
+        seen.add(k.name.removesuffix("_sums"))
+    assert seen == {"attn_mix", "kda_mix", "ffn_mix", "route", "routed_norm"}
+    assert relative(case.hidden[:3], hidden) < 1e-6 and relative(case.blocks[:2, :3], blocks[:2]) < 1e-6
 
 
-def lose_a_unit(folder, trouble):
-    program, library, weights, x = case(folder, 1)
-    shared = np.frombuffer(trouble, np.uint32)
-    words = program.words.copy()
-    at = 0
-    for phase in range(program.phases):                   # block 1 leaves out its last unit of phase 4
-        units = words[1, at] >> 16
-        if phase == 4:
-            words[1, at] -= 1 << 16
-            words[1, at + 1 + units:-1] = words[1, at + 2 + units:]
-            break
-        at += 2 + units
-    launched(library, program, weights, x, limit_ns=5_000_000_000, trouble=shared, words=words)
+@shim
+def test_no_value_looks_as_if_it_were_not_there(tmp_path):
+    """F32 as stored, but for the one value whose bits say so: its neighbour. BF16 without -0."""
+    library = host.build("""#include "launch_exchange.cuh"
+extern "C" __global__ void pack(const float* v, uint4* floats, uint4* halves) {
+  const int lane = threadIdx.x;
+  const uint4 four = pack_floats(v[lane], lane), eight = pack_vector(v[lane], lane);
+  if (lane % 4 == 0) floats[lane / 4] = four;
+  if (lane % 8 == 0) halves[lane / 8] = eight;
+}
+""", ["pack"], tmp_path)
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 32, np.uint32)
+    bits[:6] = NOT_THERE, 0x80000000, 0x80000000, 0x80000000, 0, 0x7F800001
+    floats, halves = np.zeros(32, np.uint32), np.zeros(32, np.uint16)
+    host.launch(library, "pack", 1, 32, [bits.view(np.float32), floats, halves])
+    assert floats[0] == NOT_THERE + 1 and (floats[1:] == bits[1:]).all()
+    assert (halves[:5] == 0).all() and not (halves.view(np.uint32) == NOT_THERE).any()
 
 
-@pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
-def test_a_lost_result_ends_in_a_record_of_who_waited_for_what(tmp_path):
+def left_out(words, block, phase):
+    """The program of which a block leaves out its last unit of a phase."""
+    words, at = words.copy(), 0
+    for _ in range(phase):
+        at += 3 + (words[block, at] >> 16)
+    units = words[block, at] >> 16
+    assert units
+    words[block, at] -= 1 << 16
+    words[block, at + 2 + units:-1] = words[block, at + 3 + units:]
+    return words
+
+
+@shim
+@pytest.mark.parametrize(("rows", "cluster", "parts"), [(8, 2, 1), (8, 2, 2), (3, 4, 4)])
+def test_the_bytes_of_experts_with_delays_at_random(tmp_path, rows, cluster, parts):
+    """Groups of warps run ahead of one another, units are a block's own or shared by the cluster."""
+    kinds = (lk.Product("wide", 7, 16, 2, cluster), WITH_EXPERTS[1], lk.ExpertUp("up", 3, 16, 1, parts), lk.ExpertDown("down", 2 * cluster - 1, 2))
+    case = Case(tmp_path, kinds, rows, layers=2, blocks=cluster, cluster=cluster, stress=True)
+    check_bytes(case, Walked(case, tmp_path / "standard"))
+
+
+def lose_a_unit(folder, trouble, phase):
+    case = Case(folder, PRODUCTS, 1)
+    case.launch(limit_ns=5_000_000_000, trouble=np.frombuffer(trouble, np.uint32), words=left_out(case.program.words, 1, phase))
+
+
+@shim
+def test_a_lost_result_ends_in_a_record_of_who_waited_for_what(tmp_path, phase=4):
     trouble = multiprocessing.RawArray(ctypes.c_uint32, 8)
-    child = multiprocessing.get_context("fork").Process(target=lose_a_unit, args=(tmp_path, trouble))
+    child = multiprocessing.get_context("fork").Process(target=lose_a_unit, args=(tmp_path, trouble, phase))
     child.start()
     child.join(60)
     assert child.exitcode == 86                           # the shim's trap
-    what, block, warp, phase, _ = trouble[:5]
-    assert what in (3, 8) and block < BLOCKS and warp <= 17 and phase in (4, 5)   # a vector of phase 4, which phase 5 reads
+    what, block, warp, at, _ = trouble[:5]
+    assert what in (3, 8) and block < BLOCKS and warp <= 17 and at in (phase, phase + 1)   # a vector of the phase, which the next one reads
+
+
+def words_of(program):
+    """For every block its phases: (kind, extra, input slots, output slot, cleared slots, needs, units)."""
+    for words in program.words:
+        at, out = 0, []
+        for _ in range(program.phases):
+            head, slots, ends = map(int, words[at:at + 3])
+            units = head >> 16
+            slots = [slots >> 4 * i & 15 for i in range(bp.MAX_INPUTS + 1 + bp.MAX_CLEARS)]
+            out.append((head & 255, head >> 8 & 255, slots[:bp.MAX_INPUTS], slots[bp.MAX_INPUTS], slots[bp.MAX_INPUTS + 1:], ends & 0xFFFF,
+                        [int(unit) for unit in words[at + 3:at + 3 + units]]))
+            at += 3 + units
+        yield out
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_programs_of_the_released_shapes(cluster, rows):
     cfg = K3Config.from_json(RELEASED_FOLDER)
-    products = bp.dense_products(cfg, 16, cluster)
+    products = lr.dense_products(cfg, 16, cluster)
     program = bp.chain(products, 6, rows, Grid(sms=132, cluster=cluster))
     assert [(p.tiles, p.leaves, p.steps) for p in products] == [(194, 16, 28), (448, 1, 48), (66, 16, 28), (28, 16, 14)]
     done, used = {}, np.zeros((program.phases, bp.SLOTS), int)
-    for block, words in enumerate(program.words):
-        at = 0
-        for phase in range(program.phases):
-            head, needs, units = int(words[at]), int(words[at + 1]), int(words[at]) >> 16
-            kind, slot_in, slot_out, clear = (head >> s & 15 for s in (0, 4, 8, 12))
-            assert kind == phase % 4 and needs < phase + 1 and slot_in != slot_out
-            assert clear == slot_in                       # a chain: the next phase is the only reader
-            for tile in words[at + 2:at + 2 + units]:
-                done[phase, int(tile)] = done.get((phase, int(tile)), 0) + 1
-            at += 2 + units
+    for phases in words_of(program):
+        for phase, (kind, _, (slot_in, *none), slot_out, cleared, needs, tiles) in enumerate(phases):
+            assert kind == phase % 4 and needs < phase + 1 and slot_in != slot_out and set(none) == {bp.NO_SLOT}
+            assert cleared == [slot_in, bp.NO_SLOT]           # a chain: the next phase is the only reader
+            for tile in tiles:
+                done[phase, tile] = done.get((phase, tile), 0) + 1
             if slot_out != bp.NO_SLOT:
                 used[phase, slot_out] = 1
     for phase in range(program.phases):
@@ -202,8 +210,50 @@ def test_programs_of_the_released_shapes(cluster, rows):
         assert used[phase].argmax() == used[phase - bp.SLOTS].argmax()
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_program_of_a_released_layer(rows):
+    """Slots hold what their readers want for as long as they want it, and what stays in a block is found there again."""
+    cfg = K3Config.from_json(RELEASED_FOLDER)
+    kinds = layer_kinds(cfg, 16, 2, rank_parts=16, forced=False)
+    steps = layer_steps(build_plan(cfg, 16), kinds, range(11, 15))   # the thirteenth layer opens a block
+    program = bp.program(kinds, steps, rows, Grid(sms=132, cluster=2), 16, slots=10)
+    assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (lk.Mix, lk.Kda)))
+    assert [s.extra for s in steps if s.name == "attn_mix"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix"] == [1, 2, 2, 2]
+    homes = {}
+    for block, phases in enumerate(words_of(program)):
+        owner, cleaned = {}, {}
+        for phase, (kind, _, reads, out, clears, needs, units) in enumerate(phases):
+            k = kinds[kind]
+            for source, slot in zip(program.sources[phase], reads):
+                assert source is None or owner[slot] == source            # nobody has written there since
+                assert source is None or needs >= cleaned.get((slot, "used"), 0)
+            for slot in clears:
+                if slot != bp.NO_SLOT:
+                    cleaned[slot], owner[slot] = phase + 1, None
+            if out != bp.NO_SLOT:
+                assert owner.get(out) is None and needs >= cleaned.get(out, 0)   # all that lay there is gone
+                owner[out] = phase
+            if isinstance(k, lk.Mix):
+                homes.setdefault((k.n, k.blocks), {}).setdefault(block, set()).add(tuple(units))
+            assert not (isinstance(k, lk.Kda) and units and block < 8 * rows)   # elsewhere than mixes
+        assert all(left is None for left in owner.values())                # everything is cleared in the end
+    assert all(len(units) == 1 for of_blocks in homes.values() for units in of_blocks.values())
+    for a, b in zip(steps, steps[1:]):
+        assert (a.name == "attn_mix_sums") <= (b.name == "attn_mix")       # what it finds in shared memory is of the phase before
+    ahead = [steps.index(next(s for s in steps if s.name == "attn_mix_closed" and s.layer == layer)) for layer in (12, 13)]
+    assert all(steps[at + 1].name == "latent_up" for at in ahead)
+
+
 def test_what_the_kernel_cannot_do_is_refused():
-    for products, rows, grid, message in (((bp.Product("odd", 4, 16, 3),), 1, Grid(), "odd has 16 leaves of 3 k-steps"), (PRODUCTS, 9, Grid(), "9 rows"),
+    for products, rows, grid, message in (((lk.Product("odd", 4, 16, 3),), 1, Grid(), "odd has 16 leaves of 3 k-steps"),
+                                          ((PRODUCTS[0], lk.ExpertUp("up", 4, 24, 3)), 1, Grid(), "up has 24 leaves in 1 parts"), (PRODUCTS, 9, Grid(), "9 rows"),
                                           (PRODUCTS, 1, Grid(sms=131, cluster=2), "clusters of 2")):
         with pytest.raises(PlanError, match=message):
             bp.chain(products, 2, rows, grid)
+    kinds = small_layer()
+    with pytest.raises(PlanError, match="2 are not enough"):
+        bp.program(kinds, [bp.Step(k.name, 0) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=2)
+    with pytest.raises(PlanError, match="rows of 6 values"):
+        lk.Field("odd", "f32", 6, 6)
+    with pytest.raises(PlanError, match="slices of 20 values"):
+        lk.Mix("odd", lk.SUMS, 20, RANKS, 0).kind(2048, 1)

@@ -49,15 +49,15 @@ K3_DEVICE size_t kda_vector_at(int i, int stride, int head, int part) {
 
 // Weights. f_b's rows lie as MMA operands, each lane's own words (row g, then
 // row g + 8); inside a chunk of 16 inputs lane 4 g + t holds inputs 4 t to 4 t + 3, on both sides.
-template <class S>
-K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part) {
-  const int tid = threadIdx.x;
-  for (int tile = S::kWarps - 1 - warp_id(); tile < S::kTiles; tile += S::kWarps) {
-    const bf16* p = a.f_b + (size_t(head) * S::kDim + tile * 16 + lane_id() / 4) * S::kDim + lane_id() % 4 * 4;
+template <class S, class Team = WholeBlock>
+K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, const Team& team = {}) {
+  const int tid = team.thread();
+  for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
+    const bf16* p = a.f_b + (size_t(head) * S::kDim + tile * 16 + team.lane() / 4) * S::kDim + team.lane() % 4 * 4;
     K3_UNROLL
     for (int s = 0; s < S::kSteps; ++s) {
-      copy_async<8>(&m.f_b[tile][s][lane_id()].x, p + s * 16);
-      copy_async<8>(&m.f_b[tile][s][lane_id()].z, p + 8 * S::kDim + s * 16);
+      copy_async<8>(&m.f_b[tile][s][team.lane()].x, p + s * 16);
+      copy_async<8>(&m.f_b[tile][s][team.lane()].z, p + 8 * S::kDim + s * 16);
     }
   }
   for (int c = tid; c < S::kChannels; c += S::kThreads) {
@@ -69,9 +69,9 @@ K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int
 }
 
 // The conv's inputs before the rows: kHistory of them from `from` on, `next` apart, q, k and v each `stride` apart.
-template <class S>
-K3_DEVICE void kda_load_window(KdaMixSmem<S>& m, const bf16* from, int stride, int next, int head, int part) {
-  for (int i = threadIdx.x; i < S::kHistory * S::kConvVectors; i += S::kThreads) {
+template <class S, class Team = WholeBlock>
+K3_DEVICE void kda_load_window(KdaMixSmem<S>& m, const bf16* from, int stride, int next, int head, int part, const Team& team = {}) {
+  for (int i = team.thread(); i < S::kHistory * S::kConvVectors; i += S::kThreads) {
     int j = i / S::kConvVectors, v = i % S::kConvVectors;
     copy_async<16>(&m.inputs[j][v * 8], from + size_t(j) * next + kda_vector_at<S>(v, stride, head, part));
   }
@@ -114,10 +114,10 @@ struct KdaInputs {
 
 // Conv and SiLU of a batch; a thread takes two channels of kRun rows, whose chains of instructions overlap. `done`: rows of the
 // sequence before the batch.
-template <class S, int kRun>
-K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int done, int n) {
+template <class S, int kRun, class Team = WholeBlock>
+K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int done, int n, const Team& team = {}) {
   constexpr int kPairs = S::kChannels / 2;
-  for (int i = threadIdx.x; i < (n + kRun - 1) / kRun * kPairs; i += S::kThreads) {
+  for (int i = team.thread(); i < (n + kRun - 1) / kRun * kPairs; i += S::kThreads) {
     int row = i / kPairs * kRun, c = i % kPairs * 2, v = c - 2 * S::kDim;
     f32x4 t = m.taps[c], u = m.taps[c + 1];
     float x[kRun + S::kHistory], w[kRun + S::kHistory];
@@ -146,18 +146,18 @@ K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, i
 }
 
 // f + dt_bias of every key channel, where the decay will stand. Its tiles go to the last warps, the conv's channels to the first.
-template <class S>
-K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n) {
-  int g = lane_id() / 4, t = lane_id() % 4;
+template <class S, class Team = WholeBlock>
+K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team = {}) {
+  int g = team.lane() / 4, t = team.lane() % 4;
   const bf16* x = &m.inputs[(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;
-  for (int tile = S::kWarps - 1 - warp_id(); tile < S::kTiles; tile += S::kWarps) {
+  for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
     float leaf[S::kSteps][4];
     K3_UNROLL
     for (int s = 0; s < S::kSteps; ++s) {
       K3_UNROLL
       for (int e = 0; e < 4; ++e) leaf[s][e] = 0;
       uint2 f = g < n ? *(const uint2*)(x + s * 16) : uint2{0, 0};
-      uint4 w = m.f_b[tile][s][lane_id()];
+      uint4 w = m.f_b[tile][s][team.lane()];
       mma(leaf[s], uint4{w.x, w.z, w.y, w.w}, f.x, f.y);
     }
     K3_UNROLL
@@ -169,10 +169,10 @@ K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n) {
 }
 
 // log decay = lower_bound sigmoid(exp(A_log) (f + dt_bias)); its record, and exp of it for the recurrence.
-template <class S>
-K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int n) {
+template <class S, class Team = WholeBlock>
+K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int n, const Team& team = {}) {
 #pragma unroll 4
-  for (int i = threadIdx.x; i < n * S::kDim; i += S::kThreads) {
+  for (int i = team.thread(); i < n * S::kDim; i += S::kThreads) {
     int row = i / S::kDim, channel = i % S::kDim;
     float decay = a.lower_bound * sigmoid(scale * m.fade[row][channel]);
     m.fade[row][channel] = expf(decay);
@@ -181,10 +181,10 @@ K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int hea
 }
 
 // Rows of q and k to unit length, q times dim^-1/2; a warp a row, the last warp first: the first ones are busy with decays.
-template <class S>
-K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int n) {
-  for (int row = S::kWarps - 1 - warp_id(); row < n; row += S::kWarps) {
-    const int at = 4 * lane_id();
+template <class S, class Team = WholeBlock>
+K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int n, const Team& team = {}) {
+  for (int row = S::kWarps - 1 - team.warp(); row < n; row += S::kWarps) {
+    const int at = 4 * team.lane();
     f32x4 q = load4(&m.q[row][at]), k = load4(&m.k[row][at]);
     float qq = (q.x * q.x + q.y * q.y) + (q.z * q.z + q.w * q.w), kk = (k.x * k.x + k.y * k.y) + (k.z * k.z + k.w * k.w);
     K3_UNROLL
@@ -200,38 +200,57 @@ K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part,
   }
 }
 
-// Norm over the head first, output gate second. `turn` counts batches.
-template <class S>
-K3_DEVICE void kda_finish(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int head, int part, int first, int n, int turn) {
+// Norm over the head first, output gate second: store(row, value's place in the slice, value), rows counted from the batch's first. `turn` counts batches.
+template <class S, class Store, class Team = WholeBlock>
+K3_DEVICE void kda_gated_norm(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int part, int n, int turn, Store&& store, const Team& team = {}) {
   float(&squares)[S::kBatch][S::kSplit] = m.squares[turn & 1];
   constexpr int kLane = S::kSlice >= kWarpSize ? S::kSlice / kWarpSize : 1;
-  for (int row = warp_id(); row < n; row += S::kWarps) {
+  for (int row = team.warp(); row < n; row += S::kWarps) {
     float y[kLane];
     K3_UNROLL
-    for (int i = 0; i < kLane; ++i) y[i] = lane_id() * kLane + i < S::kSlice ? m.o[row][lane_id() * kLane + i] : 0;
+    for (int i = 0; i < kLane; ++i) y[i] = team.lane() * kLane + i < S::kSlice ? m.o[row][team.lane() * kLane + i] : 0;
     K3_UNROLL
     for (int i = 0; i < kLane; ++i) y[i] *= y[i];
     float sum = warp_sum(tree_sum<kLane>(y, 1));
     if constexpr (S::kSplit == 1) {
-      if (lane_id() == 0) squares[row][0] = sum;
-    } else if (lane_id() < S::kSplit) {
-      send(&squares[row][part], lane_id(), sum, m.inbox + (turn & 1));
+      if (team.lane() == 0) squares[row][0] = sum;
+    } else if (team.lane() < S::kSplit) {
+      send(&squares[row][part], team.lane(), sum, m.inbox + (turn & 1));
     }
   }
   if constexpr (S::kSplit > 1) {
-    if (threadIdx.x == 0) inbox_expect(m.inbox + (turn & 1), n * S::kSplit * sizeof(float));
+    if (team.thread() == 0) inbox_expect(m.inbox + (turn & 1), n * S::kSplit * sizeof(float));
     inbox_wait(m.inbox + (turn & 1), turn / 2 & 1);
   } else {
-    __syncthreads();
+    team.sync();
   }
   K3_UNROLL
   for (int i = 0; i < S::kGates; ++i) {
-    int at = threadIdx.x + i * S::kThreads, row = at / S::kSlice, c = at % S::kSlice;
+    int at = team.thread() + i * S::kThreads, row = at / S::kSlice, c = at % S::kSlice;
     if (row >= n) break;
     float inv = inverse_sqrt(tree_sum<S::kSplit>(squares[row], 1) * (1.0f / S::kDim) + a.eps);
-    a.out[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + c] =
-        float_to_bf16(m.o[row][c] * inv * m.norm[c] * sigmoid(gate[i]));
+    store(row, c, m.o[row][c] * inv * m.norm[c] * sigmoid(gate[i]));
   }
+}
+
+template <class S>
+K3_DEVICE void kda_finish(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int head, int part, int first, int n, int turn) {
+  kda_gated_norm<S>(a, m, gate, part, n, turn, [&](int row, int c, float v) {
+    a.out[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + c] = float_to_bf16(v);
+  });
+}
+
+// A batch's rows through the state, one behind the other. Who holds it.
+template <class S>
+K3_DEVICE void kda_recur(KdaState<S>& state, KdaMixSmem<S>& m, int n) {
+  float o[S::kCols] = {};
+  for (int r = 0; r < n; ++r) {
+    state.template advance<true>(m.k[r], m.fade[r], m.v[r], m.beta[r], o);
+    if (r) state.put(o, m.o[r - 1]);
+    state.partial(m.q[r], o);
+  }
+  state.template fold<false>(o, o);
+  state.put(o, m.o[n - 1]);
 }
 
 // Block `part` of the cluster of `head`, for the sequence whose oldest row of this step is `first`; a block of another row, or
@@ -282,16 +301,7 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     kda_decay<S>(a, m, scale, head, part, row, n);
     kda_l2norm<S>(a, m, head, part, row, n);
     __syncthreads();
-    if (holder) {
-      float o[S::kCols] = {};
-      for (int r = 0; r < n; ++r) {
-        state.template advance<true>(m.k[r], m.fade[r], m.v[r], m.beta[r], o);
-        if (r) state.put(o, m.o[r - 1]);
-        state.partial(m.q[r], o);
-      }
-      state.template fold<false>(o, o);
-      state.put(o, m.o[n - 1]);
-    }
+    if (holder) kda_recur<S>(state, m, n);
     __syncthreads();
     kda_finish<S>(a, m, gate, head, part, row, n, done / S::kBatch);
   }

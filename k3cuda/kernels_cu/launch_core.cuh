@@ -1,10 +1,11 @@
 // Many phases in one launch: a persistent block an SM works off its program, data made by k3cuda/block_program.py. docs/megakernel.md.
 //
-// Program of a block, 32-bit words, phase after phase: kind | in slot << 4 | out slot << 8 | slot to clear << 12 | units << 16; how many
-// phases must have been cleaned up before this one reads or writes; then the units, each a tile. kNoSlot: the launch's input, its result,
-// nothing to clear.
+// Program of a block, 32-bit words, phase after phase (ProgramPhase in launch_fields.cuh): kind | extra << 8 | units << 16; the slots that it reads,
+// writes and clears, 4 bits each; how many phases must have been cleaned up before it reads or writes, and which kinds' results lie in what it
+// clears; then the units: tiles, or slices of rows. kNoSlot: the launch's input, its result, nothing to clear.
 #pragma once
 #include "launch_experts.cuh"
+#include "launch_kda.cuh"
 
 // Kinds of phases, by their place in the program's words.
 template <class... P> struct LaunchKinds;
@@ -25,27 +26,25 @@ struct LaunchKinds<P, More...> {
 // other blocks.
 struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
 
-// Vectors that a thread asks for at once: as many as there are registers for.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kReceiveBatch = 2;
-#else
-constexpr int kReceiveBatch = 4;
+// Vectors that a thread asks for at once.
+#ifndef K3_RECEIVE_BATCH
+#define K3_RECEIVE_BATCH 4
 #endif
+constexpr int kReceiveBatch = K3_RECEIVE_BATCH;
 
-constexpr int kMaxKinds = 8;
+constexpr int kMaxKinds = 20;
 struct LaunchArgs {
-  const u64* weights;      // [phase]: where its packed weights lie
+  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchChoice or the router's bias of other phases
   const u32* programs;     // [block][words]
   const uint4* input;      // [rows][row of the first phase], BF16 without kNotThere
   uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
   uint4* result;           // [rows][row of the last phase]
   uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
   u64* stamps;             // [block][phase][4] nanoseconds: wait, input here, units done; null: not kept
-  const void* choices;     // [layer] LaunchChoice
   LaunchCounts* counts;
   Watch watch;
-  int phases, layer_phases, clearings, words, rows, slot_vectors, record_vectors, window, waiting_window, prefetch;
-  float situ_beta, situ_linear_beta;
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;   // block_rows: of a closed block; first_window: of phases of kind 0
+  float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };
 
@@ -61,13 +60,14 @@ struct LaunchShape {
   typedef LaunchChoice<kMaxItems> Choice;
   static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
   static constexpr int kPartial = kConsumers * kTokens * kSumStride;                   // floats of one turn of all warps
-  static constexpr int kInbox = kCluster > 1 ? 2 * max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of two tiles at most
-  static constexpr int kInboxes = kInboxTurns * (kCluster + (kTopK ? groups_of(kCluster, 2) : 0));  // of products' groups, then of experts'
-  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * (kInbox * 4 + 8) + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
+  static constexpr int kInbox = kCluster > 1 ? max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of one tile
+  static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
+  static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
+  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
-  static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kInboxes * 8);
+  static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
   static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + kConsumers * sizeof(ConsumerCounts), kSmem = kProgramAt + kWords * 4;
   static_assert(kTokens <= kTokenTile && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
 };
@@ -82,10 +82,11 @@ struct LaunchBlock {
   const u32* program;
   ConsumerCounts counts = {};
   Me me;
+  int rank;   // in its cluster
 
   typedef S Shape;
   K3_DEVICE LaunchBlock(u8* memory)
-      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), program((const u32*)(memory + S::kProgramAt)) {}
+      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), program((const u32*)(memory + S::kProgramAt)), rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
 
   K3_DEVICE void begin(const LaunchArgs& args) {
     for (int i = threadIdx.x; i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
@@ -93,7 +94,7 @@ struct LaunchBlock {
     for (int i = threadIdx.x; i < a.words; i += kLaunchThreads) ((u32*)program)[i] = a.programs[size_t(blockIdx.x) * a.words + i];
     if (threadIdx.x == 0) {
       ring.init();
-      for (int i = 0; i < S::kInboxes; ++i) barrier_init(heard(i), 1);
+      for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
       state.received = state.cleaned = state.waiting = state.chosen = 0;
     }
@@ -109,6 +110,7 @@ struct LaunchBlock {
       const ProgramPhase p(at);
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
+      producer.window = p.kind ? a.window : a.first_window;
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
       at = p.next();
     }
@@ -121,7 +123,11 @@ struct LaunchBlock {
     for (int phase = 0; phase < a.phases; ++phase) {
       const ProgramPhase p(at);
       janitor.received(phase);
-      if (p.clear != kNoSlot) janitor.clear(a.exchange + size_t(p.clear) * a.slot_vectors, a.slot_vectors, phase);
+      if (p.clear(0) != kNoSlot)
+        janitor.clear(phase, [&](auto&& slice_of) {
+#pragma unroll 1
+          for (int i = 0; i < kMaxClears && p.clear(i) != kNoSlot; ++i) slice_of(a.exchange + size_t(p.clear(i)) * a.slot_vectors, a.links[p.cleared(i)].vectors);
+        });
       if (lane_id() == 0) state.cleaned = phase + 1;
       at = p.next();
     }
@@ -131,11 +137,21 @@ struct LaunchBlock {
   // A test's delays: up to 4 microseconds for a block or for single warps of it, other ones at every turn of the clock.
   K3_DEVICE void stress(int phase) const {
 #ifdef K3_STRESS
-    u32 h = (u32(device_ns()) >> 12) * 0x9e3779b1u ^ (blockIdx.x * 0x85ebca6bu) ^ (phase * 0xc2b2ae35u);
-    h = (h ^ h >> 15) * 0x2c1b3c6du;
+    const u32 h = random_of(phase);
     if (h >> 30 == 0) pause_ns(h >> 8 & 0xfff);
     else if (h >> 30 == 1 && (h >> 20 & 15) == u32(me.warp)) pause_ns(h & 0xfff);
 #endif
+  }
+  // The same inside a phase, for single warps.
+  K3_DEVICE void stress(int phase, u32 turn) const {
+#ifdef K3_STRESS
+    const u32 h = random_of(u32(phase) ^ turn * 0x27d4eb2fu ^ u32(me.warp) * 0x165667b1u);
+    if (h >> 29 == 0) pause_ns(h & 0xfff);
+#endif
+  }
+  static K3_DEVICE u32 random_of(u32 v) {
+    v = (u32(device_ns()) >> 12) * 0x9e3779b1u ^ (blockIdx.x * 0x85ebca6bu) ^ (v * 0xc2b2ae35u);
+    return (v ^ v >> 15) * 0x2c1b3c6du;
   }
 
   K3_DEVICE void stamp(int phase, int which) const {
@@ -143,39 +159,56 @@ struct LaunchBlock {
   }
 
   // ---- what kinds of phases are made of ----
-  K3_DEVICE int part() const { return int(cluster_rank()); }
+  K3_DEVICE Consumers team() const { return {me}; }
+  K3_DEVICE int part() const { return rank; }
   K3_DEVICE const LaunchLink& link(const ProgramPhase& p) const { return a.links[p.kind]; }
   K3_DEVICE uint4* x() const { return (uint4*)(smem + S::kXAt); }
   K3_DEVICE float* partial(u32 turn) const { return (float*)(smem + S::kPartialAt) + turn % 2 * S::kPartial; }
   K3_DEVICE float* inbox(int i) const { return (float*)(smem + S::kInboxAt) + i * S::kInbox; }
   K3_DEVICE u64* heard(int i) const { return (u64*)(smem + S::kHeardAt) + i; }
+  // Of the two buffers of a group's leaf sums that of a turn: all are there; all have been added.
+  K3_DEVICE u64* stored(int group, u32 turn) const { return heard(S::kInboxes) + (group * 2 + turn % 2) * 2; }
+  K3_DEVICE u64* added(int group, u32 turn) const { return stored(group, turn) + 1; }
+  K3_DEVICE ConsumerCounts& kept() const { return ((ConsumerCounts*)(smem + S::kCountsAt))[not_before_here(me.warp)]; }
   K3_DEVICE typename S::Choice& choice() const { return *(typename S::Choice*)(smem + S::kChoiceAt); }
 
-  // A phase's input into shared memory: of each of `rows` rows `per` vectors from `first` on, at most kMost in all; keep(row, vector, value).
+  // Row 0 of field `i` that a phase reads.
+  K3_DEVICE const uint4* input(const ProgramPhase& p, int i) const {
+    return (p.in(i) == kNoSlot ? a.input : a.exchange + size_t(p.in(i)) * a.slot_vectors) + link(p).in[i].at;
+  }
+  // A phase's first field into shared memory: of each of `rows` rows `per` vectors from `first` on, at most kMost in all; keep(row, vector, value).
   template <int kMost, class Keep>
   K3_DEVICE void receive(const ProgramPhase& p, int phase, int rows, int per, int first, Keep&& keep) {
     constexpr int kAll = kConsumers * kWarpSize, kBatch = max_of(1, min_of(kReceiveBatch, (kMost + kAll - 1) / kAll));
-    const uint4* from = (p.in == kNoSlot ? a.input : a.exchange + size_t(p.in) * a.slot_vectors) + first;
-    const int row = link(p).in_row;
+    const uint4* from = input(p, 0) + first;
+    const int row = link(p).in[0].row;
     auto before_keep = [] { warps_sync(kAllConsumers, kAll); };   // all are finished with the phase before
     receive_vectors<kBatch>(me.thread(), kAll, rows * per, a.watch, phase, [&](int i) { return from + i / per * row + i % per; }, before_keep,
                             [&](int i, const uint4& v) { keep(i / per, i % per, v); });
     warps_sync(kAllConsumers, kAll);
   }
-  // By all consumers, when the last of them has read the input.
-  K3_DEVICE void received(int phase) {
-    if (me.thread() == 0) state.waiting = 0, state.received = phase + 1;
+  // By all consumers, when the last of them has read the input, or that of a unit.
+  K3_DEVICE void arrived(int phase) const {
+    if (me.thread() == 0) state.waiting = 0;
     stamp(phase, 1);
   }
-  // Vector `column` of result row `row`, which eight lanes hold.
-  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane) const {
+  // By all consumers: nobody will read the input again.
+  K3_DEVICE void received(int phase) const {
+    arrived(phase);
+    if (me.thread() == 0) state.received = phase + 1;
+  }
+  // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
+  template <int kLanes = 8>
+  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0) const {
     const LaunchLink& to = link(p);
-    if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.width + column] = v;
-    uint4* slot = p.out == kNoSlot ? a.result : a.exchange + size_t(p.out) * a.slot_vectors;
+    const LaunchField& f = to.out[field];
+    if (column >= f.width) return;
+    if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
+    uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;
 #pragma unroll 1
-    for (int copy = lane; copy < to.copies; copy += 8) {
-      const int place = copy * to.width + column;
-      if (place < to.row) store_exchange(slot + row * to.row + place, v);
+    for (int copy = lane; copy < f.copies; copy += kLanes) {
+      const int place = copy * f.width + column;
+      if (place < f.limit) store_exchange(slot + place, v);
     }
   }
 
@@ -185,7 +218,7 @@ struct LaunchBlock {
     if (p.units) {
       stamp(phase, 0);
       if (me.thread() == 0) state.waiting = 1;
-      for (Spin spin; state.cleaned < p.needs;) spin.turn(a.watch, kWaitClean, phase, p.needs);
+      for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
       stamp(phase, 2);
     } else if (me.thread() == 0) state.received = phase + 1;
@@ -194,19 +227,22 @@ struct LaunchBlock {
 
 // Kinds of phases must not keep registers of one another's: each begins with a block that the compiler knows nothing of.
 template <class S>
-K3_DEVICE void launch_consume(u8* smem, int phases) {
+K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
   if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::kProgramAt};
   __syncwarp();
 #pragma unroll 1
-  for (int phase = 0; phase < phases; ++phase) {
+  for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
-    ConsumerCounts* kept = (ConsumerCounts*)(block.smem + S::kCountsAt) + block.me.warp;
-    block.counts = *kept;
+    block.counts = block.kept();
     const u32* words = (const u32*)(block.smem + block.counts.at);
-    block.consume(words, phase);
-    block.counts.at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
     __syncwarp();
-    if (block.me.lane == 0) *kept = block.counts;
+    if (block.me.lane == 0) block.kept().at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
+    block.consume(words, phase);
+    __syncwarp();
+    if (block.me.lane == 0) {
+      ConsumerCounts& kept = block.kept();
+      kept.copies = block.counts.copies, kept.turns = block.counts.turns, kept.expert_turns = block.counts.expert_turns;
+    }
     __syncwarp();
   }
 }
@@ -215,7 +251,7 @@ template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   LaunchBlock<S> block(smem);
   block.begin(a);
-  if (warp_id() < kConsumers) launch_consume<S>(smem, block.a.phases);
+  if (warp_id() < kConsumers) launch_consume<S>(a, smem);
   else if (warp_id() == kJanitor) block.tidy();
   else block.produce();
   if constexpr (S::kCluster > 1) {

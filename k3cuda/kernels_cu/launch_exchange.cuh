@@ -1,5 +1,5 @@
-// Hand-overs between blocks: 16-byte vectors that are their own flags. A vector whose words are not all there holds kNotThere in some of them;
-// eight BF16 values never make that word, since -0 is stored as +0.
+// Hand-overs between blocks: 16-byte vectors that are their own flags. A vector whose words are not all there holds kNotThere in some of them.
+// Two BF16 values never make that word, since -0 is stored as +0. As one F32 value it is -4.6e-41, whose neighbour is stored in its place.
 //
 // Results of a phase lie in a slot of the exchange. When every block has read a slot for the last time, all blocks clear it together,
 // a slice each; both counts are kept by the janitor warp, phases before anyone writes or reads there again. So nothing on the way of
@@ -30,6 +30,7 @@ inline void store_exchange(uint4* p, const uint4& v) {
 }
 inline void count_up(u32* p) { __atomic_fetch_add(p, 1u, __ATOMIC_ACQ_REL); }
 inline u32 count_seen(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline u32 load_word(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u64 ended_seen(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void ended_up(u64* p) { __atomic_fetch_add(p, 1ull, __ATOMIC_ACQ_REL); }
 #else
@@ -40,6 +41,11 @@ K3_DEVICE uint4 load_exchange(const uint4* p) {
 }
 K3_DEVICE void store_exchange(uint4* p, const uint4& v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+K3_DEVICE u32 load_word(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
 }
 K3_DEVICE void count_up(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
 K3_DEVICE u32 count_seen(const u32* p) {
@@ -67,27 +73,50 @@ K3_DEVICE uint4 pack_vector(float v, int lane) {
   return out;
 }
 
+K3_DEVICE u32 exchange_word(float v) {
+  const u32 bits = __float_as_uint(v);
+  return bits == kNotThere ? kNotThere + 1 : bits;
+}
+// Four neighbouring lanes have a value each: F32, and every one of them gets the vector. All lanes of the warp.
+K3_DEVICE uint4 pack_floats(float v, int lane) {
+  const u32 word = exchange_word(v);
+  const int first = lane & ~3;
+  uint4 out;
+  out.x = __shfl_sync(kFullWarp, word, first), out.y = __shfl_sync(kFullWarp, word, first + 1);
+  out.z = __shfl_sync(kFullWarp, word, first + 2), out.w = __shfl_sync(kFullWarp, word, first + 3);
+  return out;
+}
+K3_DEVICE f32x4 as_floats(const uint4& v) { return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)}; }
+K3_DEVICE u32 load_exchange(const u32* p) { return load_word(p); }
+K3_DEVICE bool is_there(u32 word) { return word != kNotThere; }
+
+// Vectors (or F32 words) at(0) ... at(kBatch - 1), all asked for at once, until those with wants(j) are there.
+template <int kBatch, class V, class Wants, class At>
+K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
+  K3_UNROLL
+  for (int j = 0; j < kBatch; ++j)
+    if (wants(j)) v[j] = load_exchange(at(j));
+  Spin spin;
+  for (bool all = false; !all;) {
+    all = true;
+    K3_UNROLL
+    for (int j = 0; j < kBatch; ++j)
+      if (wants(j) && !is_there(v[j])) {
+        all = false;
+        v[j] = load_exchange(at(j));
+      }
+    if (!all) spin.turn(watch, kWaitVector, phase, detail);
+  }
+}
+
 // Vectors at(i) for i = first, first + stride, ... below `total`, kBatch of them asked for at once: keep(i, vector) for each when it is there.
 // before_keep() once, behind the first batch.
 template <int kBatch, class At, class Before, class Keep>
 K3_DEVICE void receive_vectors(int first, int stride, int total, const Watch& watch, int phase, At&& at, Before&& before_keep, Keep&& keep) {
   int begin = first;
   do {
-    uint4 v[kBatch];
-    K3_UNROLL
-    for (int j = 0; j < kBatch; ++j)
-      if (begin + j * stride < total) v[j] = load_exchange(at(begin + j * stride));
-    Spin spin;
-    for (bool all = false; !all;) {
-      all = true;
-      K3_UNROLL
-      for (int j = 0; j < kBatch; ++j)
-        if (begin + j * stride < total && !is_there(v[j])) {
-          all = false;
-          v[j] = load_exchange(at(begin + j * stride));
-        }
-      if (!all) spin.turn(watch, kWaitVector, phase, u32(begin));
-    }
+    uint4 v[kBatch] = {};   // what is set on some paths only takes its registers for all of the launch
+    await_all(v, watch, phase, u32(begin), [&](int j) { return begin + j * stride < total; }, [&](int j) { return at(begin + j * stride); });
     if (begin == first) before_keep();
     K3_UNROLL
     for (int j = 0; j < kBatch; ++j)
@@ -117,10 +146,14 @@ struct Janitor {
       for (Spin spin; state.received <= u32(phase);) pause_ns(64), spin.turn(watch, kWaitReceived, phase, 0);
     __syncwarp();
   }
-  K3_DEVICE void clear(uint4* slot, int vectors, int phase) {
+  // each(f) calls f(slot, vectors) for what is to be cleared.
+  template <class Each>
+  K3_DEVICE void clear(int phase, Each&& each) {
     all_of(&counts->heard[round % kCounts].count, kWaitHeard, phase);
-    const int end = int((long long)vectors * (blockIdx.x + 1) / gridDim.x);
-    for (int i = int((long long)vectors * blockIdx.x / gridDim.x) + lane_id(); i < end; i += kWarpSize) store_exchange(slot + i, {kNotThere, kNotThere, kNotThere, kNotThere});
+    each([&](uint4* slot, int vectors) {
+      const int end = u32(vectors) * (blockIdx.x + 1) / gridDim.x;
+      for (int i = u32(vectors) * blockIdx.x / gridDim.x + lane_id(); i < end; i += kWarpSize) store_exchange(slot + i, {kNotThere, kNotThere, kNotThere, kNotThere});
+    });
     __threadfence();
     __syncwarp();
     all_of(&counts->cleaned[round % kCounts].count, kWaitCleaned, phase);

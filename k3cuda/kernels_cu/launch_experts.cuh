@@ -1,132 +1,122 @@
 // Routed experts inside the single launch: sums and results of expert_core.cuh, weights out of the block's ring. Which experts a layer reads
 // is known when its choice is: the producer enters them then.
 #pragma once
-#include "expert_core.cuh"
+#include "launch_choice.cuh"
 #include "launch_product.cuh"
-#include "situ.cuh"
-
-// What a step chose in a layer, and for the sum of a row's experts: of its rank-th expert the list position is order[row * top_k + rank], the
-// weight factor[row * top_k + rank].
-template <int kMaxItems>
-struct LaunchChoice {
-  ExpertList<kMaxItems> list;
-  float weight[kMaxItems];   // of an item
-  float factor[kMaxItems];
-  u16 place[kMaxItems], order[kMaxItems];
-};
 
 // Leaves that one copy brings.
 constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return leaves > 1 && leaves * leaf_bytes > slot_bytes ? copy_leaves(leaves / 2, leaf_bytes, slot_bytes) : leaves; }
 
-// w1 and w3. A unit is a pair of tiles of an entry; clusters take equal runs of them.
+// w1 and w3. A unit is a pair of tiles of an entry; clusters take equal runs of them. A group of warps takes a unit, up to four leaves of one tile a
+// warp; its warps meet only through two buffers of leaf sums, so that each runs ahead of the slowest by up to two units.
 //   kLeaves_, kGroups_  leaves of K, 32-groups in each
 //   kPairs_             pairs of tiles of an expert
-//   kParts_             blocks that share a unit, by leaves: the whole cluster
+//   kParts_             blocks that share a unit, by leaves: 1 or the whole cluster
 template <int kLeaves_, int kGroups_, int kPairs_, int kParts_, int kSlotBytes>
 struct LaunchExpertUp {
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kPairs = kPairs_, kParts = kParts_, kBlockLeaves = kLeaves / kParts, kLeafBytes = mxfp4_leaf_bytes(kGroups);
   static constexpr int kCopyLeaves = copy_leaves(kBlockLeaves, kLeafBytes, kSlotBytes), kCopyBytes = kCopyLeaves * kLeafBytes;
   static constexpr int kTileCopies = kBlockLeaves / kCopyLeaves, kUnitCopies = 2 * kTileCopies;
-  static constexpr int kUnitWarps = 2 * kBlockLeaves, kUnits = kConsumers / kUnitWarps;   // kUnits at a time
-  static constexpr int kOwnVectors = kBlockLeaves * kGroups * 4;                          // of a row
+  static constexpr int kWarpLeaves = min_of(4, kCopyLeaves), kTileWarps = kBlockLeaves / kWarpLeaves, kUnitWarps = 2 * kTileWarps;
+  static constexpr int kUnits = kConsumers / kUnitWarps;          // at a time
+  static constexpr int kOwnVectors = kBlockLeaves * kGroups * 4;  // of a row
   static constexpr int x_vectors(int tokens, int) { return tokens * kOwnVectors; }
-  static_assert(kUnits > 0 && kUnits * kUnitWarps == kConsumers && kBlockLeaves * kParts == kLeaves, "a warp takes a leaf of one tile");
+  static_assert(kUnits > 0 && kUnits * kUnitWarps == kConsumers && kBlockLeaves * kParts == kLeaves, "warps take equal runs of leaves");
   static_assert(kCopyBytes <= kSlotBytes, "a copy fits a slot");
 
+  template <class Block> static K3_DEVICE int part(const Block& block) { return kParts > 1 ? block.part() : 0; }
   struct Run { int begin, end; };
   static K3_DEVICE Run run_of(int entries) {
-    const int units = entries * kPairs, clusters = gridDim.x / kParts, own = blockIdx.x / kParts, per = units / clusters, more = units % clusters;
+    const int units = entries * kPairs, clusters = blocks_of_grid() / kParts, own = blockIdx.x / kParts, per = units / clusters, more = units % clusters;
     const int begin = own * per + min_of(own, more);
     return {begin, begin + per + (own < more)};
   }
 
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase&, const u8* w, int phase) {
-    for (Spin spin; int(block.state.chosen) <= phase;) spin.turn(block.a.watch, kWaitChoice, phase, 0);
+    for (Spin spin; block.state.chosen < producer.choices;) spin.turn(block.a.watch, kWaitChoice, phase, 0);
     __syncwarp();
     const auto& list = block.choice().list;
     const Run run = run_of(list.entries);
-    const u8* own = w + block.part() * kBlockLeaves * kLeafBytes;
+    const u8* own = w + part(block) * kBlockLeaves * kLeafBytes;
     producer.copies((run.end - run.begin) * kUnitCopies, kCopyBytes, kCopyBytes, phase, [](int) { return 1; }, [&](int i, int) {
       const int u = run.begin + i / kUnitCopies, entry = u / kPairs, pair = u - entry * kPairs, tile = i % kUnitCopies / kTileCopies, j = i % kTileCopies;
       return own + (((size_t(entry_expert(list.entry[entry])) * kPairs + pair) * 2 + tile) * kLeaves + j * kCopyLeaves) * kLeafBytes;
     });
   }
 
-  // The choice of this layer from memory, and the order of each row's experts. All consumers.
-  template <class Block>
-  static K3_DEVICE void choose(Block& block, int phase) {
-    typedef typename Block::Shape S;
-    constexpr int kAll = kConsumers * kWarpSize;
-    auto& choice = block.choice();
-    const u32* from = (const u32*)((const typename S::Choice*)block.a.choices + phase / block.a.layer_phases);
-#pragma unroll 1
-    for (int i = block.me.thread(); i < int(sizeof(choice) / 4); i += kAll) ((u32*)&choice)[i] = ((volatile const u32*)from)[i];
-    warps_sync(kAllConsumers, kAll);
-    if (block.me.thread() == 0) block.state.chosen = phase + 1;
-#pragma unroll 1
-    for (int i = block.me.thread(); i < choice.list.items; i += kAll) choice.place[choice.list.item[i]] = u16(i);
-    warps_sync(kAllConsumers, kAll);
-#pragma unroll 1
-    for (int i = block.me.thread(); i < choice.list.items; i += kAll) {   // positions rise with the expert
-      const int row = i / S::kTopK;
-      int rank = 0;
-      K3_UNROLL
-      for (int other = 0; other < S::kTopK; ++other) rank += choice.place[row * S::kTopK + other] < choice.place[i];
-      choice.order[row * S::kTopK + rank] = choice.place[i];
-      choice.factor[row * S::kTopK + rank] = choice.weight[i];
-    }
-  }
-
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
     uint4* shared = block.x();
-    block.template receive<kOwnVectors * S::kTokens>(p, phase, block.a.rows, kOwnVectors, block.part() * kOwnVectors, [&](int token, int k, const uint4& v) {
+    block.template receive<kOwnVectors * S::kTokens>(p, phase, block.a.rows, kOwnVectors, part(block) * kOwnVectors, [&](int token, int k, const uint4& v) {
       shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = scale_tokens(v);
     });
-    choose(block, phase);
     block.received(phase);
     const auto& list = block.choice().list;
     const Run run = run_of(list.entries);
-    const int group = block.me.warp / kUnitWarps, tile = block.me.warp % kUnitWarps / kBlockLeaves, leaf = block.me.warp % kBlockLeaves;
+    const int group = block.me.warp / kUnitWarps, own = block.me.warp % kUnitWarps, leaf = own % kTileWarps * kWarpLeaves;
     const uint4* x = shared + leaf * kGroups * S::kTokens * 4 + block.me.lane % 4;
-    const u32 first_copy = block.counts.copies + tile * kTileCopies + leaf / kCopyLeaves;
-    u32 own_turns = 0, &turns = kParts > 1 ? block.counts.expert_turns : own_turns;
-    int before = -1;   // the unit of the turn before, which this block has yet to hear of
+    u32 copy = block.counts.copies + group * kUnitCopies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
+    block.counts.copies += (run.end - run.begin) * kUnitCopies;
+    u32& turns = block.counts.expert_turns;
 #pragma unroll 1
-    for (int u = run.begin + group; u < run.end; u += kUnits, ++turns) {
-      const int entry = u / kPairs, first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
+    for (int u = run.begin + group; u < run.end; u += kUnits, copy += kUnits * kUnitCopies, ++turns) {
+      block.stress(phase, turns);
       // Columns beyond the entry's items are the last item's once more: nobody looks at them.
-      const int row = list.item[first + min_of(block.me.lane / 4, count - 1)] / S::kTopK;
-      uint4 held[kGroups];
+      const uint4* mine = x + list.item[min_of(entry_first(list.entry[u / kPairs]) + block.me.lane / 4, entry_first(list.entry[u / kPairs + 1]) - 1)] / S::kTopK * 4;
+      const u8* w = block.ring.take(copy, block.a.watch, phase) + leaf % kCopyLeaves * kLeafBytes;
+      float c[4] = {};   // what is added to zero here is never -0
+#pragma unroll 1
+      for (int pair = 0; pair < kWarpLeaves; pair += 2) {
+        float both[4] = {};
+#pragma unroll 1
+        for (int i = pair; i < min_of(pair + 2, kWarpLeaves); ++i) {   // neither is unrolled: all x at once would take too many registers
+          float sum[4];
+          mxfp4_leaf_with<kGroups>(sum, w + i * kLeafBytes, [&](int g) { return mine[(i * kGroups + g) * S::kTokens * 4]; });
+          K3_UNROLL
+          for (int j = 0; j < 4; ++j) both[j] += sum[j];
+        }
+        K3_UNROLL
+        for (int j = 0; j < 4; ++j) c[j] += both[j];
+      }
+      block.ring.give(copy, kConsumers * kWarpLeaves / kCopyLeaves, block.me);
+      met(block, block.added(group, turns), turns / 2 & 1 ^ 1, phase, turns);
+      float* partial = block.partial(turns) + group * kUnitWarps * S::kTokens * kSumStride;   // [tile][warp][token][row]
       K3_UNROLL
-      for (int i = 0; i < kGroups; ++i) held[i] = x[(i * S::kTokens + row) * 4];
-      const u32 copy = first_copy + (u - run.begin) * kUnitCopies;
-      float c[4];
-      mxfp4_leaf<kGroups>(c, block.ring.take(copy, block.a.watch, phase) + leaf % kCopyLeaves * kLeafBytes, held);
-      block.ring.give(copy, kConsumers / kCopyLeaves, block.me);
-      float* partial = block.partial(turns) + group * kUnitWarps * S::kTokens * kSumStride;   // [tile][leaf][token][row]
-      const int own = block.me.warp % kUnitWarps;
-      store_leaf_sums<kUnitWarps, S::kTokens>(c, partial, group, own, block.me);
-      if constexpr (kParts == 1) finish(block, p, phase, partial, own * kWarpSize + block.me.lane, u, first, count);
+      for (int i = 0; i < 4; ++i) {
+        const int token = block.me.lane % 4 * 2 + i % 2, row = block.me.lane / 4 + i / 2 * 8;
+        if (token < S::kTokens) partial[(own * S::kTokens + token) * kSumStride + row] = c[i];
+      }
+      arrive(block, block.stored(group, turns));
+      const int first = entry_first(list.entry[u / kPairs]), count = entry_first(list.entry[u / kPairs + 1]) - first;   // again: not kept meanwhile
+      // As many warps as a unit has values for finish it, other ones each time.
+      const int thread = (own + turns) % kUnitWarps * kWarpSize + block.me.lane;
+      if constexpr (kParts == 1) finish(block, p, phase, partial, thread, group, turns, u, first, count);
       else {
-        tell(block, partial, own * kWarpSize + block.me.lane, group, turns, count);
-        if (before >= 0) hear(block, p, phase, group, own, turns - 1, before);
-        before = u;
+        tell(block, phase, partial, thread, group, turns, count);
+        hear(block, p, phase, thread, group, turns, u, first, count);
       }
     }
-    if constexpr (kParts > 1)
-      if (before >= 0) hear(block, p, phase, group, block.me.warp % kUnitWarps, turns - 1, before);
-    block.counts.copies += (run.end - run.begin) * kUnitCopies;
+  }
+
+  // Warps of a group meet: all have arrived at `bar`, for the time of which `parity` tells.
+  template <class Block>
+  static K3_DEVICE void met(Block& block, u64* bar, u32 parity, int phase, u32 turn) {
+    for (Spin spin; !barrier_try(bar, parity);) spin.turn(block.a.watch, kWaitLeafSums, phase, turn);
+  }
+  template <class Block>
+  static K3_DEVICE void arrive(Block& block, u64* bar) {
+    __syncwarp();
+    if (block.me.lane == 0) barrier_arrive_times(bar, kConsumers / kUnitWarps);
   }
 
   // Gate or up of value i of a unit: [token][row].
   template <int kTokens>
   static K3_DEVICE float leaves(const float* partial, int tile, int i) {
-    return tree_sum<kBlockLeaves>(partial + (tile * kBlockLeaves * kTokens + i / kTileRows) * kSumStride + i % kTileRows, kTokens * kSumStride);
+    return tree_sum<kTileWarps>(partial + (tile * kTileWarps * kTokens + i / kTileRows) * kSumStride + i % kTileRows, kTokens * kSumStride);
   }
-  // A whole warp: value `i` of unit `u`, whose items begin at `first`.
+  // A whole warp: eight lanes have a vector of unit `u`, half `half` of the rows of its item `item`, whose items begin at `first`.
   template <class Block>
   static K3_DEVICE void activate(Block& block, const ProgramPhase& p, int phase, int u, int first, int item, int half, float gate, float up, bool live, int lane) {
     const uint4 v = pack_vector(situ(gate, up, block.a.situ_beta, block.a.situ_linear_beta), block.me.lane);
@@ -134,52 +124,64 @@ struct LaunchExpertUp {
   }
 
   template <class Block>
-  static K3_DEVICE void finish(Block& block, const ProgramPhase& p, int phase, const float* partial, int thread, int u, int first, int count) {
+  static K3_DEVICE void finish(Block& block, const ProgramPhase& p, int phase, const float* partial, int thread, int group, u32 turn, int u, int first, int count) {
     constexpr int kTokens = Block::Shape::kTokens;
     const int live = count * kTileRows;
+    if (thread - block.me.lane < live) {
+      met(block, block.stored(group, turn), turn / 2 & 1, phase, turn);
+      block.stress(phase, ~turn);
 #pragma unroll 1
-    for (int i = thread; i - block.me.lane < live; i += kUnitWarps * kWarpSize) {
-      const int at = min_of(i, live - 1);
-      activate(block, p, phase, u, first, at / kTileRows, at / 8 % 2, leaves<kTokens>(partial, 0, at), leaves<kTokens>(partial, 1, at), i < live, i % 8);
+      for (int i = thread; i - block.me.lane < live; i += kUnitWarps * kWarpSize) {
+        const int at = min_of(i, live - 1);
+        activate(block, p, phase, u, first, at / kTileRows, at / 8 % 2, leaves<kTokens>(partial, 0, at), leaves<kTokens>(partial, 1, at), i < live, i % 8);
+      }
     }
+    arrive(block, block.added(group, turn));
   }
 
-  // As in launch_product.cuh, of two tiles. Inbox: [tile][source][own vector][8].
+  // As in launch_product.cuh, but a block hears at once: other groups work meanwhile. Who sends for a unit has heard all of the one before, whose
+  // senders had heard all of the one before that, so two inboxes are enough. Inbox: [tile][source][own vector][8].
   template <class Block>
-  static K3_DEVICE void tell(Block& block, const float* partial, int thread, int group, u32 turn, int count) {
+  static K3_DEVICE void tell(Block& block, int phase, const float* partial, int thread, int group, u32 turn, int count) {
     constexpr int kTokens = Block::Shape::kTokens, kMost = max_of(2 * kTokens, kParts) / kParts;   // vectors of a block
-    static_assert(kParts == Block::Shape::kCluster, "a unit is of a whole cluster");
-    const int at = inbox_at(group, turn), rank = block.part(), vectors = max_of(2 * count, kParts), own = (vectors - rank + kParts - 1) / kParts;
-    if (thread == 0) inbox_expect(block.heard(at), own * 8 * 4 * kParts * 2);
+    static_assert(kParts == Block::Shape::kCluster && kUnits <= 2 * kParts, "a unit is of a whole cluster, and every group has its inboxes");
+    const int at = inbox_at(group, turn), rank = block.part(), vectors = max_of(2 * count, kParts);
+    if (thread - block.me.lane < vectors * 8) {
+      met(block, block.stored(group, turn), turn / 2 & 1, phase, turn);
+      block.stress(phase, ~turn);
+      if (thread == 0) inbox_expect(block.heard(at), own_vectors(count, rank) * 8 * 4 * kParts * 2);
 #pragma unroll 1
-    for (int i = thread; i < vectors * 16; i += kUnitWarps * kWarpSize) {
-      const int tile = i >= vectors * 8, j = i - tile * vectors * 8, vector = j / 8;
-      send(block.inbox(at) + ((tile * kParts + rank) * kMost + vector / kParts) * 8 + j % 8, vector % kParts,
-           leaves<kTokens>(partial, tile, min_of(j, kTokens * kTileRows - 1)), block.heard(at));
+      for (int i = thread; i < vectors * 8; i += kUnitWarps * kWarpSize) {
+        const int vector = i / 8, value = min_of(i, kTokens * kTileRows - 1);
+        float* to = block.inbox(at) + (rank * kMost + vector / kParts) * 8 + i % 8;
+        send(to, vector % kParts, leaves<kTokens>(partial, 0, value), block.heard(at));
+        send(to + kParts * kMost * 8, vector % kParts, leaves<kTokens>(partial, 1, value), block.heard(at));
+      }
     }
+    arrive(block, block.added(group, turn));
   }
   template <class Block>
-  static K3_DEVICE void hear(Block& block, const ProgramPhase& p, int phase, int group, int own_warp, u32 turn, int u) {
+  static K3_DEVICE void hear(Block& block, const ProgramPhase& p, int phase, int thread, int group, u32 turn, int u, int first, int count) {
     constexpr int kMost = max_of(2 * Block::Shape::kTokens, kParts) / kParts;
-    const int at = inbox_at(group, turn), thread = (own_warp + turn) % kUnitWarps * kWarpSize + block.me.lane;   // warps take turns
-    if (thread - block.me.lane >= kMost * 8) return;
-    const auto& list = block.choice().list;
-    const int entry = u / kPairs, first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
+    const int at = inbox_at(group, turn), values = own_vectors(count, block.part()) * 8;
+    if (thread - block.me.lane >= values) return;
     const float* inbox = block.inbox(at);
-    for (Spin spin; !inbox_try(block.heard(at), turn / kInboxTurns & 1);) spin.turn(block.a.watch, kWaitSums, phase, turn);
+    for (Spin spin; !inbox_try(block.heard(at), turn / 2 & 1);) spin.turn(block.a.watch, kWaitSums, phase, turn);
 #pragma unroll 1
-    for (int j = thread; j - block.me.lane < kMost * 8; j += kUnitWarps * kWarpSize) {
-      const int mine = min_of(j, kMost * 8 - 1), vector = mine / 8 * kParts + block.part();
+    for (int i = thread; i - block.me.lane < values; i += kUnitWarps * kWarpSize) {
+      const int mine = min_of(i, values - 1), vector = mine / 8 * kParts + block.part();
       activate(block, p, phase, u, first, vector / 2, vector % 2, tree_sum<kParts>(inbox + mine, kMost * 8), tree_sum<kParts>(inbox + kParts * kMost * 8 + mine, kMost * 8),
-               j < kMost * 8 && vector < 2 * count, j % 8);
+               i < values && vector < 2 * count, i % 8);
     }
   }
-  static K3_DEVICE int inbox_at(int group, u32 turn) { return kParts * kInboxTurns + group * kInboxTurns + turn % kInboxTurns; }   // behind those of products
+  // Vectors of a unit that block `rank` hears of: every block of one at least, live or not.
+  static K3_DEVICE int own_vectors(int count, int rank) { return (max_of(2 * count, kParts) - rank + kParts - 1) / kParts; }
+  static K3_DEVICE int inbox_at(int group, u32 turn) { return kParts * kInboxTurns + (group * 2 + int(turn % 2)) * 2; }   // two a turn, behind those of products
 };
 
 // w2 of one leaf: a row's experts summed in rising id. A block has a pair of tiles, of every entry; warps take entries in turn.
 //   kTiles_  of an expert
-template <int kGroups_, int kTiles_, int kSlotBytes>
+template <int kGroups_, int kTiles_, int kSlotBytes, class Out>
 struct LaunchExpertDown {
   static constexpr int kGroups = kGroups_, kTiles = kTiles_, kLeafBytes = mxfp4_leaf_bytes(kGroups);
   static constexpr int kItemVectors = kGroups * 4, kItemStride = kItemVectors + (kGroups % 2 ? 0 : 4);   // neighbours lie in different banks
@@ -188,8 +190,8 @@ struct LaunchExpertDown {
 
   struct Own { int first, tiles, per; };   // tiles of the block; entries of a copy
   static K3_DEVICE Own own_of(const ProgramPhase& p) {
-    const int first = p.tiles[0] * 2, tiles = min_of(2, kTiles - first);
-    return {first, tiles, kSlotBytes / (tiles * kLeafBytes)};
+    const int first = p.tiles[0] * 2, tiles = kTiles % 2 ? min_of(2, kTiles - first) : 2;
+    return {first, tiles, tiles == 2 ? kSlotBytes / (2 * kLeafBytes) : kSlotBytes / kLeafBytes};
   }
 
   template <class Block, class Producer>
@@ -221,21 +223,17 @@ struct LaunchExpertDown {
     for (int e = block.me.warp; e < entries; e += kConsumers) {
       const int first = entry_first(list.entry[e]), count = entry_first(list.entry[e + 1]) - first;
       const uint4* x = shared + list.item[first + min_of(block.me.lane / 4, count - 1)] * kItemStride + block.me.lane % 4;
-      uint4 held[kGroups];
-      K3_UNROLL
-      for (int i = 0; i < kGroups; ++i) held[i] = x[i * 4];
-      const int turn = e / own.per, in_copy = e - turn * own.per, taken = min_of(own.per, entries - turn * own.per);
-      const u8* w = block.ring.take(block.counts.copies + turn, block.a.watch, phase) + in_copy * own.tiles * kLeafBytes;
-      float c[2][4];
-      mxfp4_leaf<kGroups>(c[0], w, held);
-      mxfp4_leaf<kGroups>(c[1], w + (own.tiles - 1) * kLeafBytes, held);   // of one tile, that one again
-      K3_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int token = block.me.lane % 4 * 2 + i % 2;
-        if (token >= count) continue;
-        float* to = results + (first + token) * width + block.me.lane / 4 + i / 2 * 8;
-        to[0] = c[0][i];
-        if (own.tiles == 2) to[kTileRows] = c[1][i];
+      const int turn = own.tiles == 2 ? e / (kSlotBytes / (2 * kLeafBytes)) : e / (kSlotBytes / kLeafBytes), in_copy = e - turn * own.per, taken = min_of(own.per, entries - turn * own.per);
+      const u8* leaf = block.ring.take(block.counts.copies + turn, block.a.watch, phase) + in_copy * own.tiles * kLeafBytes;
+#pragma unroll 1
+      for (int tile = 0; tile < own.tiles; ++tile) {
+        float c[4];
+        mxfp4_leaf_with<kGroups>(c, leaf + tile * kLeafBytes, [&](int g) { return x[g * 4]; });
+        K3_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int token = block.me.lane % 4 * 2 + i % 2;
+          if (token < count) results[(first + token) * width + tile * kTileRows + block.me.lane / 4 + i / 2 * 8] = c[i];
+        }
       }
       block.ring.give(block.counts.copies + turn, in_copy ? kConsumers / taken : kConsumers - (taken - 1) * (kConsumers / taken), block.me);
     }
@@ -249,8 +247,7 @@ struct LaunchExpertDown {
       for (int rank = 0; rank < S::kTopK; ++rank) {
         sum = fmaf(choice.factor[row * S::kTopK + rank], results[choice.order[row * S::kTopK + rank] * width + column], sum);
       }
-      const uint4 v = pack_vector(sum, block.me.lane);
-      if (i < block.a.rows * width) block.publish(p, phase, row, own.first * 2 + column / 8, v, i % 8);
+      Out::put(block, p, phase, row, own.first + column / kTileRows, column / 8 % 2, sum, i < block.a.rows * width, i % 8);
     }
   }
 };

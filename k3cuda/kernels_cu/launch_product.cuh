@@ -1,23 +1,10 @@
 // A product inside the single launch: the sums of row_core.cuh, leaf by leaf, with weights out of the block's ring.
 // The leaves of a tile lie in one block or in the blocks of one cluster, equally many each; a unit is what a block does of a tile.
 #pragma once
-#include "launch_exchange.cuh"
+#include "launch_fields.cuh"
+#include "situ.cuh"
 
-constexpr u32 kNoSlot = 15;
 constexpr int kSumStride = kTileRows + 4;   // floats from token to token of leaf sums: a warp's stores keep off each other's banks
-
-// How results of a kind of phase lie in the exchange, in vectors of eight values: a row of `width` of them is written `copies` times, as far as
-// `row` reaches. `in_row`: from row to row of what the phase reads.
-struct LaunchLink { int in_row, width, copies, row; };
-
-// A phase in a block's program (launch_core.cuh).
-struct ProgramPhase {
-  int kind, units;
-  u32 in, out, clear, needs;
-  const u32* tiles;
-  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 15), units(at[0] >> 16), in(at[0] >> 4 & 15), out(at[0] >> 8 & 15), clear(at[0] >> 12 & 15), needs(at[1]), tiles(at + 2) {}
-  K3_DEVICE const u32* next() const { return tiles + units; }
-};
 
 // One warp: its leaf of one tile. x: [pair][token][quarter], the leaf's.
 template <class P, int kTokens, class Ring>
@@ -61,16 +48,104 @@ K3_DEVICE void store_leaf_sums(const float (&c)[4], float* partial, int group, i
 // a unit has heard all of the one before the last, whose senders had heard all of two before that. So four inboxes in turn are enough.
 constexpr int kInboxTurns = 4;
 
+// What a product multiplies, into shared memory as [pair][token][quarter]: BF16 as it comes. A block that has all leaves reads all of the field,
+// though it may use less.
+struct LaunchPlain {
+  template <class P, class Block>
+  static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
+    typedef typename Block::Shape S;
+    uint4* shared = block.x();
+    const bool whole = P::kParts == 1;
+    block.template receive<P::kOwnVectors * S::kTokens>(p, phase, block.a.rows, whole ? block.link(p).in[0].vectors : P::kOwnVectors, whole ? 0 : block.part() * P::kOwnVectors,
+      [&](int token, int k, const uint4& v) {
+        if (k < P::kOwnVectors) shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = v;
+      });
+  }
+};
+
+// SiTU of F32 gates and ups, whose tiles of 16 come in turn.
+struct LaunchSitu {
+  template <class P, class Block>
+  static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
+    typedef typename Block::Shape S;
+    static_assert(P::kParts == 1, "a block has all of K");
+    uint4* shared = block.x();
+    const uint4* from = block.input(p, 0);
+    const int row = block.link(p).in[0].row;
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    team.sync();            // all are finished with the phase before
+#pragma unroll 1
+    for (int i = team.thread(); i < block.a.rows * P::kOwnVectors; i += Consumers::kThreads) {
+      const int token = i / P::kOwnVectors, k = i % P::kOwnVectors;
+      const uint4* at = from + token * row + k / 2 * 8 + k % 2 * 2;   // eight gates; eight ups stand a tile behind
+      uint4 v[4], out;
+      await_all(v, block.a.watch, phase, u32(i), [](int) { return true; }, [&](int j) { return at + j / 2 * 4 + j % 2; });
+      u32 words[4];
+      K3_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const f32x4 gate = as_floats(v[half]), up = as_floats(v[2 + half]);
+        auto act = [&](float g, float u) { return u32(float_to_bf16(situ(g, u, block.a.situ_beta, block.a.situ_linear_beta)).bits); };
+        words[half * 2] = act(gate.x, up.x) | act(gate.y, up.y) << 16, words[half * 2 + 1] = act(gate.z, up.z) | act(gate.w, up.w) << 16;
+      }
+      out.x = words[0], out.y = words[1], out.z = words[2], out.w = words[3];
+      shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = out;
+    }
+    team.sync();
+  }
+};
+
+// What is added to a product's rows, F32: nothing, or the parts of all ranks, [part][row] in the second field that the phase reads. Sums of parts
+// lie behind the tokens in shared memory, [unit][token][row of the tile], of kUnits_ units of a block at most.
+struct LaunchNothing {
+  static constexpr int floats(int) { return 0; }
+  template <class Block> static K3_DEVICE void fetch(Block&, const ProgramPhase&, int, float*) {}
+  static K3_DEVICE float add(float v, const float*, int) { return v; }
+};
+template <int kRanks, int kTiles, int kUnits_>
+struct LaunchAdd {
+  static constexpr int floats(int tokens) { return kUnits_ * tokens * kTileRows; }
+  template <class Block>
+  static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase, float* sums) {
+    typedef typename Block::Shape S;
+    const u32* from = (const u32*)block.input(p, 1);
+    const int row = block.link(p).in[1].row * 4;
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    team.sync();            // all are finished with the phase before
+#pragma unroll 1
+    for (int i = team.thread(); i < p.units * block.a.rows * kTileRows; i += Consumers::kThreads) {
+      const int unit = i / kTileRows / block.a.rows, token = i / kTileRows % block.a.rows;
+      const u32* at = from + token * row + p.tiles[unit] * kTileRows + i % kTileRows;
+      constexpr int kBatch = min_of(kRanks, 8);   // of loads: more of them fill the registers
+      float parts[kRanks / kBatch];
+      K3_UNROLL
+      for (int h = 0; h < kRanks / kBatch; ++h) {
+        u32 v[kBatch];
+        await_all(v, block.a.watch, phase, 0, [](int) { return true; }, [&](int k) { return at + (h * kBatch + k) * kTiles * kTileRows; });
+        float part[kBatch];
+        K3_UNROLL
+        for (int k = 0; k < kBatch; ++k) part[k] = __uint_as_float(v[k]);
+        parts[h] = tree_sum<kBatch>(part, 1);
+      }
+      sums[(unit * S::kTokens + token) * kTileRows + i % kTileRows] = tree_sum<kRanks / kBatch>(parts, 1);
+    }
+  }
+  static K3_DEVICE float add(float v, const float* sums, int at) { return v + sums[at]; }
+};
+
 //   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: an even number, so that two of them share a load of x
 //   kParts_            blocks of a cluster that share a tile, 1 or all
-template <int kLeaves_, int kSteps_, int kParts_, int kSlotBytes>
+//   Out_, In_, Add_    what becomes of its rows (LaunchOut), what it multiplies, what is added to it
+template <int kLeaves_, int kSteps_, int kParts_, int kSlotBytes, class Out_, class In_ = LaunchPlain, class Add_ = LaunchNothing>
 struct LaunchProduct {
+  typedef Out_ Out;
+  typedef In_ In;
+  typedef Add_ Add;
   static constexpr int kLeaves = kLeaves_, kSteps = kSteps_, kParts = kParts_;
   static constexpr int kBlockLeaves = kLeaves / kParts, kGroups = kConsumers / kBlockLeaves;   // kGroups units at a time
   static constexpr int kChunkSteps = chunk_steps(kSteps, kSlotBytes / kStepBytes, false), kChunks = kSteps / kChunkSteps;
   static constexpr int kChunkBytes = kChunkSteps * kStepBytes, kUnitCopies = kBlockLeaves * kChunks;
   static constexpr int kOwnVectors = kBlockLeaves * kSteps * 2;   // of a token, what one block reads
-  static constexpr int x_vectors(int tokens, int) { return tokens * kOwnVectors; }
+  static constexpr int x_vectors(int tokens, int) { return tokens * kOwnVectors + Add::floats(tokens) / 4; }
   static_assert(kSteps % 2 == 0 && kBlockLeaves * kParts == kLeaves && kGroups * kBlockLeaves == kConsumers, "warps take whole leaves");
   static_assert(kChunkBytes <= kSlotBytes, "a copy fits a slot");
 
@@ -90,27 +165,24 @@ struct LaunchProduct {
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
     const int leaf = block.me.warp % kBlockLeaves, group = block.me.warp / kBlockLeaves;
-    uint4* shared = block.x();
-    const int per = kParts == 1 ? block.link(p).in_row : kOwnVectors;   // of parts, a block's own; else all, though it may use less
-    block.template receive<kOwnVectors * S::kTokens>(p, phase, block.a.rows, per, kParts == 1 ? 0 : block.part() * kOwnVectors, [&](int token, int k, const uint4& v) {
-      if (k < kOwnVectors) shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = v;
-    });
+    Add::fetch(block, p, phase, added(block));
+    In::template receive<LaunchProduct>(block, p, phase);
     block.received(phase);
-    const uint4* x = shared + leaf * (kSteps / 2) * S::kTokens * 4;
+    const uint4* x = block.x() + leaf * (kSteps / 2) * S::kTokens * 4;
     // Kinds that clusters share divide the warps alike, so their turns count on; warps of another kind's group may have had different numbers of them.
     u32 own_turns = 0, &turns = kParts > 1 ? block.counts.turns : own_turns;
-    int before = -1;   // the tile of the turn before, which this block has yet to hear of
+    int before = -1;   // the unit of the turn before, which this block has yet to hear of
 #pragma unroll 1
     for (int u = group; u < p.units; u += kGroups, ++turns) {
       float c[4];
       leaf_chain<LaunchProduct, S::kTokens>(c, block.ring, block.counts.copies + u * kUnitCopies + leaf, x, block.me, block.a.watch, phase);
       float* partial = block.partial(turns) + group * kBlockLeaves * S::kTokens * kSumStride;
       store_leaf_sums<kBlockLeaves, S::kTokens>(c, partial, group, leaf, block.me);
-      if constexpr (kParts == 1) finish(block, p, phase, partial, leaf * kWarpSize + block.me.lane, p.tiles[u]);
+      if constexpr (kParts == 1) finish(block, p, phase, partial, leaf * kWarpSize + block.me.lane, u);
       else {
         tell(block, partial, leaf * kWarpSize + block.me.lane, group, turns);
         if (before >= 0) hear(block, p, phase, group, leaf, turns - 1, before);
-        before = p.tiles[u];
+        before = u;
       }
     }
     if constexpr (kParts > 1)
@@ -119,14 +191,22 @@ struct LaunchProduct {
   }
 
   template <class Block>
-  static K3_DEVICE void finish(Block& block, const ProgramPhase& p, int phase, const float* partial, int thread, int tile) {
+  static K3_DEVICE float* added(const Block& block) { return (float*)(block.x() + Block::Shape::kTokens * kOwnVectors); }
+  // Rows of half `half` of unit `u`'s tile, as LaunchOut's.
+  template <class Block>
+  static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int token, int u, int half, float v, bool live, int lane) {
+    v = Add::add(v, added(block), (u * Block::Shape::kTokens + min_of(token, Block::Shape::kTokens - 1)) * kTileRows + half * 8 + lane);
+    Out::put(block, p, phase, token, p.tiles[u], half, v, live, lane);
+  }
+
+  template <class Block>
+  static K3_DEVICE void finish(Block& block, const ProgramPhase& p, int phase, const float* partial, int thread, int u) {
     typedef typename Block::Shape S;
     const int live = block.a.rows * kTileRows;
 #pragma unroll 1
     for (int i = thread; i - block.me.lane < live; i += kBlockLeaves * kWarpSize) {
       const int token = min_of(i / kTileRows, S::kTokens - 1);
-      const uint4 v = pack_vector(tree_sum<kBlockLeaves>(partial + token * kSumStride + i % kTileRows, S::kTokens * kSumStride), block.me.lane);
-      if (i < live) block.publish(p, phase, token, tile * 2 + i / 8 % 2, v, i % 8);
+      put(block, p, phase, token, u, i / 8 % 2, tree_sum<kBlockLeaves>(partial + token * kSumStride + i % kTileRows, S::kTokens * kSumStride), i < live, i % 8);
     }
   }
 
@@ -146,7 +226,7 @@ struct LaunchProduct {
     }
   }
   template <class Block>
-  static K3_DEVICE void hear(Block& block, const ProgramPhase& p, int phase, int group, int own_warp, u32 turn, int tile) {
+  static K3_DEVICE void hear(Block& block, const ProgramPhase& p, int phase, int group, int own_warp, u32 turn, int u) {
     typedef typename Block::Shape S;
     constexpr int kOwn = max_of(2 * S::kTokens, kParts) / kParts;
     const int at = group * kInboxTurns + turn % kInboxTurns, thread = (own_warp + turn) % kBlockLeaves * kWarpSize + block.me.lane;   // warps take turns
@@ -154,9 +234,8 @@ struct LaunchProduct {
     for (Spin spin; !inbox_try(block.heard(at), turn / kInboxTurns & 1);) spin.turn(block.a.watch, kWaitSums, phase, turn);
 #pragma unroll 1
     for (int j = thread; j - block.me.lane < kOwn * 8; j += kBlockLeaves * kWarpSize) {
-      const uint4 v = pack_vector(tree_sum<kParts>(block.inbox(at) + min_of(j, kOwn * 8 - 1), kOwn * 8), block.me.lane);
       const int vector = j / 8 * kParts + block.part();
-      if (j < kOwn * 8 && vector < 2 * block.a.rows) block.publish(p, phase, vector / 2, tile * 2 + vector % 2, v, j % 8);
+      put(block, p, phase, vector / 2, u, vector % 2, tree_sum<kParts>(block.inbox(at) + min_of(j, kOwn * 8 - 1), kOwn * 8), j < kOwn * 8 && vector < 2 * block.a.rows, j % 8);
     }
   }
 };

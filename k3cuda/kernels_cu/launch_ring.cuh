@@ -1,17 +1,21 @@
 // The weight stream of a persistent block: one producer thread fills a ring of shared memory by bulk copies in the order of the block's
 // program, consumer warps take single copies out of it. What is in flight is capped; the cap falls while the block waits for a hand-over,
 // whose loads would stand behind the weights otherwise. Every wait is bounded: who waited for what is written to host memory, then a trap
-// ends the launch.
+// ends the launch. Who looks again and again takes issue slots from the warps that multiply, so long waits sleep (K3_POLL: they do not).
 #pragma once
 #include "exchange.cuh"
 #include "row_shape.cuh"
 
 constexpr int kConsumers = 16;                                   // warps; behind them the producer's and the janitor's
+constexpr u32 kTakePause = 300;                                   // nanoseconds between two looks at a copy that is not issued, a microsecond before it lands
+#ifndef K3_POLL
+#define K3_POLL 0
+#endif
 constexpr int kAllConsumers = 15;                                 // the barrier where they all meet; groups of them have 1 to 8
 constexpr int kProducer = kConsumers, kJanitor = kConsumers + 1, kLaunchThreads = (kConsumers + 2) * kWarpSize;
 
 // What a wait waits for, and what `detail` then says.
-enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice };
+enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums };
 
 // Where a wait that takes too long is written: {LaunchWait, block, warp, phase, detail}, the first one only. `trouble` is the host's memory,
 // which outlives the trap; `failed` is the device's, zero until then.
@@ -62,10 +66,16 @@ struct Spin {
 #ifdef K3_HOST_SHIM
 inline bool barrier_try(u64* bar, u32 parity) { return ((volatile HostBarrier*)bar)->phase != parity; }
 inline bool barrier_test(u64* bar, u32 parity) { return barrier_try(bar, parity); }
-inline bool inbox_try(u64* bar, u32 parity) { return barrier_try(bar, parity); }
+inline bool inbox_try(u64* bar, u32 parity) {
+  std::lock_guard<std::mutex> alone(shim::cur->b->cluster->sends);
+  return barrier_try(bar, parity);
+}
 inline void barrier_arrive_times(u64* bar, u32 times) { while (times--) barrier_arrive(bar); }
 inline void bulk_prefetch(const void*, u32) {}
-inline void pause_ns(u32) {}
+inline int first_lane(u32 mask) { return __builtin_ffs(mask) - 1; }
+inline void pause_ns(u32 ns) {
+  for (; ns >= 32; ns -= 32) shim_yield();
+}
 // Some warps of the block meet; all fibers of a block run on one thread.
 inline void warps_sync(int id, int threads) {
   static thread_local int count[kConsumers + 1], round[kConsumers + 1];
@@ -92,6 +102,7 @@ K3_IS_OVER(inbox_try, "try_wait.parity.acquire.cluster.shared::cta")
 K3_DEVICE void barrier_arrive_times(u64* bar, u32 times) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(times) : "memory");
 }
+K3_DEVICE int first_lane(u32 mask) { return __ffs(mask) - 1; }   // -1: none
 K3_DEVICE void bulk_prefetch(const void* p, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory"); }
 K3_DEVICE void pause_ns(u32 ns) { __nanosleep(ns); }
 K3_DEVICE void warps_sync(int id, int threads) {
@@ -100,16 +111,30 @@ K3_DEVICE void warps_sync(int id, int threads) {
 }
 #endif
 
-// Which thread of the block this is, unknown to the compiler: what follows from it for one kind of phase is not kept through all others.
+// Which thread of the block this is, and which block of its cluster, unknown to the compiler: what follows from it for one kind of phase is not kept
+// through all others.
 struct Me {
   int warp, lane;
-  K3_DEVICE Me() : warp(warp_id()), lane(lane_id()) {
-#ifndef K3_HOST_SHIM
-    asm volatile("" : "+r"(warp), "+r"(lane));
+  K3_DEVICE Me() {
+#ifdef K3_HOST_SHIM
+    const u32 thread = threadIdx.x;
+#else
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
 #endif
+    warp = thread / kWarpSize, lane = thread % kWarpSize;
   }
   K3_DEVICE int thread() const { return warp * kWarpSize + lane; }
 };
+K3_DEVICE int my_cluster_rank() {
+#ifdef K3_HOST_SHIM
+  return cluster_rank();
+#else
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#endif
+}
 
 // Zero, unknown to the compiler. Added to an address in shared memory: the pointer itself would no longer be known to point there.
 K3_DEVICE u32 unknown_zero() {
@@ -120,12 +145,23 @@ K3_DEVICE u32 unknown_zero() {
   return zero;
 }
 
+// gridDim.x, asked for where it is used: else it is kept through all of the launch.
+K3_DEVICE int blocks_of_grid() {
+#ifdef K3_HOST_SHIM
+  return int(gridDim.x);
+#else
+  int n;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n));
+  return n;
+#endif
+}
+
 // What the warps of a block tell each other.
 struct LaunchState {
   volatile u32 received;   // phases whose input this block has read
   volatile u32 cleaned;    // phases whose used-up slots are clean everywhere
   volatile u32 waiting;    // this block waits for a hand-over
-  volatile u32 chosen;     // the last phase that this block knows the experts of, plus 1
+  volatile u32 chosen;     // choices of experts that this block has made
 };
 
 template <int kSlots_, int kSlotBytes_>
@@ -143,7 +179,8 @@ struct LaunchRing {
   // barrier looks as if the copy were there.
   K3_DEVICE const u8* take(u32 n, const Watch& watch, int phase) {
     const u32 slot = n % kSlots, parity = n / kSlots & 1;
-    for (Spin spin; issued[slot] != n + 1 || !barrier_try(full + slot, parity);) spin.turn(watch, kWaitWeights, phase, n);
+    for (Spin spin; issued[slot] != n + 1 || !barrier_try(full + slot, parity); spin.turn(watch, kWaitWeights, phase, n))
+      if (!K3_POLL && issued[slot] != n + 1) pause_ns(kTakePause);
     return slots + slot * kSlotBytes;
   }
   // A whole warp; shares of the warps that take a copy add up to kConsumers.
@@ -165,30 +202,49 @@ struct LaunchProducer {
   const Watch& watch;
   u32 window, waiting_window;   // bytes in flight at most, and while the block waits for a hand-over
   int prefetch;                 // copies of the same phase that are brought into the L2 while the ring is full, at most
-  u32 issued = 0;
+  u32 issued = 0, choices = 0;  // copies; choices of experts that it has come by
+
+  // A copy whose barrier must have passed before another is issued; none if the count has not come so far.
+  struct Before {
+    int at;
+    u32 parity;
+    K3_DEVICE bool passed(u64* barriers) const { return at < 0 || barrier_test(barriers + at, parity); }
+  };
+  static K3_DEVICE Before before(u32 n) { return {int(n) < 0 ? -1 : int(n % Ring::kSlots), n / Ring::kSlots & 1}; }
+  // Until the first lane with a copy to issue may go on: until a barrier of its passes, counted from the first full one.
+  K3_DEVICE void sleep(bool mine, int barrier, u32 parity) const {
+    const int first = first_lane(__ballot_sync(kFullWarp, mine));
+    if (first < 0) return;
+    barrier = __shfl_sync(kFullWarp, barrier, first), parity = __shfl_sync(kFullWarp, parity, first);
+    barrier_try(ring.full + barrier, parity);
+  }
+  static K3_DEVICE u32 copies_of(u32 window, u32 bytes) { return max_of(1, min_of(kMostAhead, window / bytes)); }
 
   // Copies 0 to count - 1 of a phase, most of them of `bytes`: a slot gets pieces(i) copies of `each` bytes, number j from from(i, j).
   template <class Pieces, class From>
   K3_DEVICE void copies(int count, u32 bytes, u32 each, int phase, Pieces&& pieces, From&& from) {
+    const u32 most = copies_of(window, bytes), least = copies_of(waiting_window, bytes);
     int fetched = 0;
     u32 idle = 0;
     for (int first = 0; first < count; first += kLanes) {
       const int i = first + lane_id();
       bool mine = lane_id() < kLanes && i < count;
-      const u32 n = issued + lane_id(), slot = n % Ring::kSlots, turn = n / Ring::kSlots;
+      const u32 n = issued + lane_id(), slot = n % Ring::kSlots;
+      const Before room = before(n - Ring::kSlots), landed = before(n - most), while_waiting = before(n - least);
       const int parts = mine ? pieces(i) : 0;
       const u8* source = mine ? from(i, 0) : nullptr;
       Spin spin;
       while (__any_sync(kFullWarp, mine)) {
-        const u32 ahead = max_of(1, min_of(kMostAhead, (state.waiting ? waiting_window : window) / bytes)), last = n - ahead;   // landed, and n may go
-        const bool may = mine && (int(last) < 0 || barrier_test(ring.full + last % Ring::kSlots, last / Ring::kSlots & 1));
-        const bool fits = may && (turn == 0 || barrier_test(ring.empty + slot, turn & 1 ^ 1));
+        const bool waiting = state.waiting;
+        const Before last = {waiting ? while_waiting.at : landed.at, waiting ? while_waiting.parity : landed.parity};
+        const bool may = mine && last.passed(ring.full), fits = may && room.passed(ring.empty);
         if (fits) {
           barrier_expect(ring.full + slot, parts * each);
           for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * each, j ? from(i, j) : source, each, ring.full + slot);
           ring.issued[slot] = n + 1;
           mine = false;
         } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
+        if (!K3_POLL && !prefetch && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : last.at, may ? room.parity : last.parity);
         if (prefetch && __any_sync(kFullWarp, may && !fits) && ++idle % kIdleTurns == 0) {
           fetched = max_of(fetched, first + kLanes);
           if (fetched < min_of(count, first + kLanes + prefetch)) {

@@ -40,9 +40,9 @@ K3_DEVICE void mxfp4_group(float (&sum)[4], u32 first, u32 second, const uint4& 
   sum[3] = fmaf(c[3], high, sum[3]);
 }
 
-// One tile's leaf, in shared memory, against one 8-token tile.
-template <int kGroups>
-K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x) {
+// One tile's leaf, in shared memory, against one 8-token tile, of which x(group) is 32 values.
+template <int kGroups, class X>
+K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x) {
   const uint4* words = (const uint4*)leaf + lane_id();
   const uint2* scales = (const uint2*)(leaf + kGroups * 256) + lane_id() / 4;
   sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
@@ -52,14 +52,16 @@ K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x) {
     if (g % 4 == 0) exponents = scales[g / 4 * 8];
     if (g + 1 < kGroups) {
       uint4 w = words[g / 2 * kWarpSize];
-      mxfp4_group(sum, w.x, w.y, x[g], exponents, g % 4);
-      mxfp4_group(sum, w.z, w.w, x[g + 1], exponents, g % 4 + 1);
+      mxfp4_group(sum, w.x, w.y, x(g), exponents, g % 4);
+      mxfp4_group(sum, w.z, w.w, x(g + 1), exponents, g % 4 + 1);
     } else {
       uint2 w = ((const uint2*)(leaf + g * 256))[lane_id()];
-      mxfp4_group(sum, w.x, w.y, x[g], exponents, g % 4);
+      mxfp4_group(sum, w.x, w.y, x(g), exponents, g % 4);
     }
   }
 }
+template <int kGroups>
+K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x) { mxfp4_leaf_with<kGroups>(sum, leaf, [&](int g) { return x[g]; }); }
 
 // Leaves kFirst onward of one tile, neighbours added first.
 template <int kGroups, int kFirst, int kCount>

@@ -61,12 +61,12 @@ struct NormRow {
 };
 
 // sum_e a[e] b[e] over one chunk; a warp.
-template <class S>
-K3_DEVICE float leaf_dot(const float* a, const float* b) {
+template <class S, class Team = WholeBlock>
+K3_DEVICE float leaf_dot(const float* a, const float* b, const Team& team = {}) {
   float sum = 0;
   K3_UNROLL
   for (int i = 0; i < (S::kLeaf + kWarpSize - 1) / kWarpSize; ++i) {
-    int e = i * kWarpSize + lane_id();
+    int e = i * kWarpSize + team.lane();
     if (e < S::kLeaf) sum = fmaf(a[e], b[e], sum);
   }
   return warp_sum(sum);
@@ -105,10 +105,10 @@ K3_DEVICE float joined(const NormRow& a, size_t at) {
 }
 
 // e^(s_j - top) of closed block j in lane j, from the sums of every chunk; `top`: the highest score.
-template <class S>
-K3_DEVICE float closed_weights(const NormRow& a, const float (&closed)[S::kLeaves][2][8], float& top) {
+template <class S, class Team = WholeBlock>
+K3_DEVICE float closed_weights(const NormRow& a, const float (&closed)[S::kLeaves][2][8], float& top, const Team& team = {}) {
   // Lane 8 w + j has sum w (0 squares, 1 scores) of block j; lanes from 16 repeat them.
-  int j = lane_id() % 8, w = lane_id() / 8 % 2;
+  int j = team.lane() % 8, w = team.lane() / 8 % 2;
   float sum = j < a.num_blocks ? tree_sum<S::kLeaves>(&closed[0][w][j], 16) : 0;
   float squares = __shfl_sync(kFullWarp, sum, j), score = __shfl_sync(kFullWarp, sum, 8 + j);
   score *= inverse_sqrt(squares * (1.0f / S::kN) + a.eps);
@@ -121,11 +121,11 @@ K3_DEVICE float closed_weights(const NormRow& a, const float (&closed)[S::kLeave
 }
 
 // 1 / rms of the mixture x = alpha c + beta p, from the four sums of every chunk; without closed blocks the first is all, and x is p.
-template <class S>
-K3_DEVICE float mixed(const NormRow& a, const float (&sums)[S::kLeaves][4], bool mix, float top, float total, float& alpha, float& beta) {
+template <class S, class Team = WholeBlock>
+K3_DEVICE float mixed(const NormRow& a, const float (&sums)[S::kLeaves][4], bool mix, float top, float total, float& alpha, float& beta, const Team& team = {}) {
   const int used = mix ? 4 : 1;
   // Lane 4 q + w adds chunks 2 q and 2 q + 1 of sum w; the lanes of one w then meet as neighbours.
-  int q = lane_id() / 4, w = lane_id() % 4;
+  int q = team.lane() / 4, w = team.lane() % 4;
   float sum = 2 * q < S::kLeaves && w < used ? sums[2 * q][w] : 0;
   if (2 * q + 1 < S::kLeaves && w < used) sum += sums[2 * q + 1][w];
   K3_UNROLL
@@ -141,6 +141,66 @@ K3_DEVICE float mixed(const NormRow& a, const float (&sums)[S::kLeaves][4], bool
     xx = fmaxf(fmaf(alpha * alpha, cc, fmaf(2 * alpha * beta, pc, beta * beta * pp)), 0.0f);
   }
   return inverse_sqrt(xx * (1.0f / S::kN) + a.eps);
+}
+
+// Squares and scores of the closed blocks over this block's chunks: tell(chunk, 0 squares or 1 scores, closed block, sum) by whole warps.
+template <class S, class Tell, class Team = WholeBlock>
+K3_DEVICE void closed_sums(const float (*source)[S::kOwn], const float* score, int num_blocks, Tell&& tell, const Team& team = {}) {
+  for (int job = team.warp(); job < 2 * num_blocks * S::kOwnLeaves; job += S::kWarps) {
+    int leaf = job % S::kOwnLeaves, which = job / S::kOwnLeaves % 2, j = job / S::kOwnLeaves / 2;
+    const float* x = source[j] + leaf * S::kLeaf;
+    tell(leaf, which, j, leaf_dot<S>(x, which ? score + leaf * S::kLeaf : x, team));
+  }
+}
+
+// The four sums (or p p alone) over this block's chunks of p, in source[0], and c, in source[1]: tell(chunk, which, sum) by whole warps.
+template <class S, class Tell, class Team = WholeBlock>
+K3_DEVICE void prefix_sums(const float (*source)[S::kOwn], const float* score, bool mix, Tell&& tell, const Team& team = {}) {
+  for (int job = team.warp(); job < (mix ? 4 : 1) * S::kOwnLeaves; job += S::kWarps) {
+    int leaf = job % S::kOwnLeaves, which = job / S::kOwnLeaves, at = leaf * S::kLeaf;
+    const float *x = source[0] + at, *closed = source[1] + at;
+    tell(leaf, which, leaf_dot<S>(which == 3 ? closed : x, which == 0 ? x : which == 1 ? score + at : closed, team));
+  }
+}
+
+// This thread's elements of c = sum_j e^(s_j - top) v_j, and total = sum_j e^(s_j - top). weights: e^(s_j - top) in lane j. value(j, i): v_j.
+template <class S, class Value>
+K3_DEVICE void weighted_closed(int num_blocks, float weights, float (&c)[S::kPer], float& total, Value&& value) {
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) c[i] = 0;
+  total = 0;
+  K3_UNROLL
+  for (int k = 0; k < S::kBlocks; ++k) {
+    float e = __shfl_sync(kFullWarp, weights, k);
+    if (k >= num_blocks) continue;
+    total += e;
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i) c[i] = fmaf(e, value(k, i), c[i]);
+  }
+}
+
+// Elements that this thread has of closed block j, of the row and cluster block where `at` begins; all loads at once.
+template <class S, class Team = WholeBlock>
+K3_DEVICE void load_closed(float (&v)[max_of(S::kBlocks, 1)][S::kPer], const NormRow& a, size_t at, bool live, const Team& team = {}) {
+  K3_UNROLL
+  for (int i = 0; i < S::kPer; ++i) {
+    const int e = team.thread() + i * S::kThreads;
+    K3_UNROLL
+    for (int j = 0; j < S::kBlocks; ++j) v[j][i] = live && e < S::kOwn && j < a.num_blocks ? a.blocks[size_t(j) * a.rows * S::kN + at + e] : 0;
+  }
+}
+
+// What joined at `at` becomes the prefix sum, or a closed block and the sum begins anew.
+K3_DEVICE void keep_prefix(const NormRow& a, size_t at, float p) {
+  if (a.snapshot) a.snapshot[at] = p;
+  if (a.hidden_out) a.hidden_out[at] = a.snapshot ? 0 : p;
+}
+
+// What the next half layer reads of an element.
+template <class S>
+K3_DEVICE float normed_value(bool mix, float alpha, float beta, float c, float p, float inv, float weight) {
+  float x = mix ? fmaf(alpha, c, beta * p) : p;
+  return S::kNormed ? x * inv * weight : x;
 }
 
 // Scores, weights and weighted sum of the closed blocks, whose elements `v` this thread has loaded. c: its elements of
@@ -159,29 +219,14 @@ K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const float
   }
   __syncthreads();
   const int first_leaf = own / S::kLeaf;
-  for (int job = warp_id(); job < 2 * a.num_blocks * S::kOwnLeaves; job += S::kWarps) {
-    int leaf = job % S::kOwnLeaves, which = job / S::kOwnLeaves % 2, j = job / S::kOwnLeaves / 2;
-    const float* x = m.source[j] + leaf * S::kLeaf;
-    float sum = leaf_dot<S>(x, which ? m.score + leaf * S::kLeaf : x);
-    tell<S>(&m.closed[first_leaf + leaf][which][j], sum, m.inbox);
-  }
+  closed_sums<S>(m.source, m.score, a.num_blocks, [&](int leaf, int which, int j, float sum) { tell<S>(&m.closed[first_leaf + leaf][which][j], sum, m.inbox); });
   hear<S>(m.inbox, 2 * a.num_blocks * S::kLeaves * sizeof(float));
   __syncthreads();   // every warp has read the closed blocks; under the kernel before it costs nothing
   const float weights = closed_weights<S>(a, m.closed, top);
-  K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) c[i] = 0;
-  total = 0;
-  K3_UNROLL
-  for (int k = 0; k < S::kBlocks; ++k) {
-    float e = __shfl_sync(kFullWarp, weights, k);
-    if (k >= a.num_blocks) continue;
-    total += e;
-    K3_UNROLL
-    for (int i = 0; i < S::kPer; ++i) {
-      int at = tid + i * S::kThreads;
-      c[i] = fmaf(e, S::kHeld ? v[k][i] : at < S::kOwn ? m.source[k][at] : 0, c[i]);
-    }
-  }
+  weighted_closed<S>(a.num_blocks, weights, c, total, [&](int k, int i) {
+    const int at = tid + i * S::kThreads;
+    return S::kHeld ? v[k][i] : at < S::kOwn ? m.source[k][at] : 0;
+  });
 }
 
 // Block `rank` of the cluster for output row `index`. `ready` is called once by every block, when all that does not depend on this
@@ -197,13 +242,9 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
     int e = tid + i * S::kThreads;
     bool mine = e < S::kOwn && row >= 0;
     weight[i] = S::kNormed && mine ? bf16_to_float(a.weight[own + e]) : 0;
-    if constexpr (S::kBlocks > 0) {
-      score[i] = mine ? a.score[own + e] : 0;
-      K3_UNROLL
-      for (int j = 0; j < S::kBlocks; ++j)
-        v[j][i] = mine && j < a.num_blocks ? a.blocks[(size_t(j) * a.rows + row) * S::kN + own + e] : 0;
-    }
+    if constexpr (S::kBlocks > 0) score[i] = mine ? a.score[own + e] : 0;
   }
+  if constexpr (S::kBlocks > 0) load_closed<S>(v, a, size_t(row) * S::kN + own, row >= 0);
   if constexpr (S::kCluster > 1) {
     if (tid == 0) {
       barrier_init(m.inbox, 1);
@@ -237,18 +278,11 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
     if (e >= S::kOwn) continue;
     m.source[0][e] = p[i];
     if (mix) m.source[1][e] = c[i];
-    size_t at = size_t(row) * S::kN + own + e;
-    if (a.snapshot) a.snapshot[at] = p[i];
-    if (a.hidden_out) a.hidden_out[at] = a.snapshot ? 0 : p[i];
+    keep_prefix(a, size_t(row) * S::kN + own + e, p[i]);
   }
   __syncthreads();
   const int first_leaf = own / S::kLeaf, sums = mix ? 4 : 1;
-  for (int job = warp_id(); job < sums * S::kOwnLeaves; job += S::kWarps) {
-    int leaf = job % S::kOwnLeaves, which = job / S::kOwnLeaves, at = leaf * S::kLeaf;
-    const float *x = m.source[0] + at, *closed = m.source[1] + at;
-    float sum = leaf_dot<S>(which == 3 ? closed : x, which == 0 ? x : which == 1 ? m.score + at : closed);
-    tell<S>(&m.sums[first_leaf + leaf][which], sum, m.inbox + 1);
-  }
+  prefix_sums<S>(m.source, m.score, mix, [&](int leaf, int which, float sum) { tell<S>(&m.sums[first_leaf + leaf][which], sum, m.inbox + 1); });
   hear<S>(m.inbox + 1, sums * S::kLeaves * sizeof(float));
   float alpha, beta;
   const float inv = mixed<S>(a, m.sums, mix, top, total, alpha, beta);
@@ -256,7 +290,6 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
   for (int i = 0; i < S::kPer; ++i) {
     int e = tid + i * S::kThreads;
     if (e >= S::kOwn) continue;
-    float x = mix ? fmaf(alpha, c[i], beta * p[i]) : p[i];
-    a.out[size_t(index) * S::kOutStride + own + e] = float_to_bf16(S::kNormed ? x * inv * weight[i] : x);
+    a.out[size_t(index) * S::kOutStride + own + e] = float_to_bf16(normed_value<S>(mix, alpha, beta, c[i], p[i], inv, weight[i]));
   }
 }

@@ -62,8 +62,7 @@ K3_DEVICE void wide_norm_row(const NormRow& a, WideNormSmem<S>& m, int index, Re
   float p[S::kPer] = {}, sum[4] = {};
   each_of_leaf<S>([&](int i, int e) { p[i] = joined<S>(a, own + e); });
   each_of_leaf<S>([&](int i, int e) {
-    if (a.snapshot) a.snapshot[own + e] = p[i];
-    if (a.hidden_out) a.hidden_out[own + e] = a.snapshot ? 0 : p[i];
+    keep_prefix(a, own + e, p[i]);
     sum[0] = fmaf(p[i], p[i], sum[0]);
     if (!mix) return;
     sum[1] = fmaf(p[i], a.score[e], sum[1]);

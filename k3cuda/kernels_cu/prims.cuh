@@ -50,6 +50,13 @@ K3_DEVICE u64 device_ns() {
 
 K3_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
 K3_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
+// The threads that do one thing together, and which of them this is: all of the block, where others do nothing else.
+struct WholeBlock {
+  K3_DEVICE int thread() const { return threadIdx.x; }
+  K3_DEVICE int warp() const { return warp_id(); }
+  K3_DEVICE int lane() const { return lane_id(); }
+  K3_DEVICE void sync() const { __syncthreads(); }
+};
 K3_DEVICE float bf16_to_float(bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 
 // Nearest, ties to even: the rounding of docs/numerics.md.
@@ -220,12 +227,12 @@ K3_DEVICE void grid_launch_next() {
 #endif
 }
 
-// ---- blocks of a cluster; one block a cluster on the host ----
+// ---- blocks of a cluster; on the host only a single launch's has more than one ----
 #ifdef K3_HOST_SHIM
-inline u32 cluster_rank() { return 0; }
+inline u32 cluster_rank() { return shim::cluster_rank(); }
 inline void cluster_arrive() {}
 inline void cluster_begin() {}
-inline void cluster_wait() { __syncthreads(); }
+inline void cluster_wait() { shim::sync_cluster(); }
 inline void store_remote(float* local, u32, float v) { *local = v; }
 #else
 K3_DEVICE u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }

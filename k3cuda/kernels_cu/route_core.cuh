@@ -25,8 +25,10 @@ K3_DEVICE u32 rising_key(float v) {
 K3_DEVICE u64 candidate(u32 key, int id) { return u64(key) << 32 | (0xffffffffu - u32(id)); }
 K3_DEVICE int candidate_id(u64 c) { return int(0xffffffffu - u32(c)); }
 
-template <int kExperts_, int kTopK_, int kThreads_>
+// kNear: the bias lies in shared memory too, where m.keys is, put there by each thread for itself: registers need not hold it over a wait.
+template <int kExperts_, int kTopK_, int kThreads_, bool kNear_ = false>
 struct RouteShape {
+  static constexpr bool kNear = kNear_;
   static constexpr int kExperts = kExperts_, kTopK = kTopK_, kThreads = kThreads_, kWarps = kThreads / kWarpSize;
   static constexpr int kOwn = (kExperts + kThreads - 1) / kThreads;        // experts of a thread: kThreads apart
   static constexpr int kList = 2 * kWarpSize;
@@ -36,19 +38,19 @@ struct RouteShape {
 template <class S>
 struct __align__(16) RouteSmem {
   u64 list[S::kList];
-  u32 best[S::kThreads], least[S::kWarps];
-  u32 keys[S::kExperts];
+  u32 best[S::kThreads], keys[S::kExperts];
   float scores[S::kExperts];
+  u32 least[S::kWarps];
   int count, chosen[kWarpSize];
 };
 
-// The kTopK best of the block's keys to chosen[0..kTopK), best first, for the first warp. key: of this thread's experts.
+// The kTopK best of the team's keys to chosen[0..kTopK), best first, for the first warp. key: of this thread's experts.
 // The kTopK-th best of the threads' best is no better than the kTopK-th best of all, so what is worse is out: some seventeen of a big
 // model's experts stay, and are ranked by counting who is better. More than the list holds (many equal keys do it): one after the
 // other, ten times as slow. Loops are rolled where they can be: this runs once, and its instructions come from far away.
-template <class S>
-K3_DEVICE void choose(const u32 (&key)[S::kOwn], RouteSmem<S>& m) {
-  const int tid = threadIdx.x, lane = lane_id();
+template <class S, class Team>
+K3_DEVICE void choose(const u32 (&key)[S::kOwn], RouteSmem<S>& m, const Team& team) {
+  const int tid = team.thread(), lane = team.lane();
   auto has = [&](int i) { return i * S::kThreads + tid < S::kExperts; };
   u32 best = 0;
   K3_UNROLL
@@ -56,7 +58,7 @@ K3_DEVICE void choose(const u32 (&key)[S::kOwn], RouteSmem<S>& m) {
   m.best[tid] = best;
   for (int i = tid; i < S::kList; i += S::kThreads) m.list[i] = 0;
   if (tid == 0) m.count = 0;
-  __syncthreads();
+  team.sync();
   int better = 0;
 #pragma unroll 8
   for (int i = 0; i < S::kThreads / 4; ++i) {
@@ -64,8 +66,8 @@ K3_DEVICE void choose(const u32 (&key)[S::kOwn], RouteSmem<S>& m) {
     better += (b.x > best) + (b.y > best) + (b.z > best) + (b.w > best);
   }
   u32 least = warp_min(better < S::kTopK ? best : ~0u);
-  if (lane == 0) m.least[warp_id()] = least;
-  __syncthreads();
+  if (lane == 0) m.least[team.warp()] = least;
+  team.sync();
   K3_UNROLL
   for (int w = 0; w < S::kWarps; ++w) least = m.least[w] < least ? m.least[w] : least;
   K3_UNROLL
@@ -74,8 +76,8 @@ K3_DEVICE void choose(const u32 (&key)[S::kOwn], RouteSmem<S>& m) {
     int at = atomicAdd(&m.count, 1);            // in any order: the rank alone counts
     if (at < S::kList) m.list[at] = candidate(key[i], i * S::kThreads + tid);
   }
-  __syncthreads();
-  if (warp_id()) return;
+  team.sync();
+  if (team.warp()) return;
   const int count = m.count;
   if (count <= S::kList) {
 #pragma unroll 1
@@ -112,33 +114,38 @@ K3_DEVICE void choose(const u32 (&key)[S::kOwn], RouteSmem<S>& m) {
 }
 
 // One row of logits to ids and weights [kTopK], best first; weights are unbiased scores that sum to `scale`. A row that is not live is
-// left alone. `ready` is called once by every thread, before logits are read. The whole block; the first warp writes the results.
-template <class S, class Ready>
-K3_DEVICE void route_row(const float* logits, const float* bias, bool live, float scale, int* ids, float* weights, RouteSmem<S>& m, Ready ready) {
+// left alone. `ready` is called once by every thread, before logits are read; they may lie where m.scores is. The whole team, kThreads threads; its
+// first warp writes the results.
+template <class S, class Ready, class Team = WholeBlock>
+K3_DEVICE void route_row(const float* logits, const float* bias, bool live, float scale, int* ids, float* weights, RouteSmem<S>& m, Ready ready, const Team& team = {}) {
   float own_bias[S::kOwn], logit[S::kOwn];
-  K3_UNROLL
-  for (int i = 0; i < S::kOwn; ++i) {
-    int e = i * S::kThreads + int(threadIdx.x);
-    own_bias[i] = e < S::kExperts ? bias[e] : 0;
-  }
+  auto load_bias = [&] {
+    K3_UNROLL
+    for (int i = 0; i < S::kOwn; ++i) {
+      int e = i * S::kThreads + team.thread();
+      own_bias[i] = e < S::kExperts ? bias[e] : 0;
+    }
+  };
+  if constexpr (!S::kNear) load_bias();
   ready();
   if (!live) return;
+  if constexpr (S::kNear) load_bias();
   K3_UNROLL
   for (int i = 0; i < S::kOwn; ++i) {
-    int e = i * S::kThreads + int(threadIdx.x);
+    int e = i * S::kThreads + team.thread();
     logit[i] = e < S::kExperts ? logits[e] : 0;
   }
   u32 key[S::kOwn];
   K3_UNROLL
   for (int i = 0; i < S::kOwn; ++i) {
-    int e = i * S::kThreads + int(threadIdx.x);
+    int e = i * S::kThreads + team.thread();
     float score = sigmoid(logit[i]);
     key[i] = rising_key(score + own_bias[i]);
     if (e < S::kExperts) m.scores[e] = score, m.keys[e] = key[i];
   }
-  choose<S>(key, m);                            // its barriers show everyone's scores and keys to the first warp
-  if (warp_id()) return;
-  const int lane = lane_id();
+  choose<S>(key, m, team);                          // its barriers show everyone's scores and keys to the first warp
+  if (team.warp()) return;
+  const int lane = team.lane();
   int id = lane < S::kTopK ? m.chosen[lane] : 0;
   float score = lane < S::kTopK ? m.scores[id] : 0, sum = warp_sum(score);
   if (lane < S::kTopK) ids[lane] = id, weights[lane] = score / (sum + 1e-20f) * scale;
@@ -173,15 +180,15 @@ struct ListOut {
   u16* item;                                    // [kRows kTopK]
 };
 
-// The whole block; it is in step afterwards. `ready` is called once by every thread, before ids are read. Bits are set in any order but
-// mean the same, so nothing here depends on timing.
-template <class S, class Ready>
-K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const ListOut& out, ListSmem<S>& m, Ready ready) {
-  const int tid = threadIdx.x;
+// The whole team; it is in step afterwards. `ready` is called once by every thread, before ids are read. Bits are set in any order but
+// mean the same, so nothing here depends on timing. row_slot null: all rows are live.
+template <class S, class Ready, class Team = WholeBlock>
+K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const ListOut& out, ListSmem<S>& m, Ready ready, const Team& team = {}) {
+  const int tid = team.thread();
   if constexpr (S::kOneRow) {   // ids of a row differ: an item stands behind as many as have smaller ones
-    const bool live = row_slot[0] >= 0;
+    const bool live = !row_slot || row_slot[0] >= 0;
     ready();
-    if (warp_id() == 0) {
+    if (team.warp() == 0) {
       const bool own = live && tid < S::kTopK;
       const int id = own ? ((volatile const int*)ids)[tid] : S::kExperts;
       int rank = 0;
@@ -191,7 +198,7 @@ K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const
       const int n = live ? S::kTopK : 0;
       if (tid == 0) *out.entries = *out.items = n, out.entry[n] = u32(n) << 16;
     }
-    __syncthreads();
+    team.sync();
     return;
   }
   constexpr int kPerThread = (S::kRows * S::kTopK + S::kThreads - 1) / S::kThreads;   // items
@@ -199,20 +206,20 @@ K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const
   K3_UNROLL
   for (int k = 0; k < kPerThread; ++k) {
     int i = k * S::kThreads + tid;
-    id[k] = i < rows * S::kTopK ? row_slot[i / S::kTopK] : -1;
+    id[k] = i < rows * S::kTopK ? (row_slot ? row_slot[i / S::kTopK] : 0) : -1;
   }
   for (int i = tid; i < S::kExperts * S::kWords; i += S::kThreads) (&m.rows[0][0])[i] = 0;
   ready();
   K3_UNROLL
   for (int k = 0; k < kPerThread; ++k)
     if (id[k] >= 0) id[k] = ((volatile const int*)ids)[k * S::kThreads + tid];
-  __syncthreads();
+  team.sync();
   K3_UNROLL
   for (int k = 0; k < kPerThread; ++k) {
     int r = (k * S::kThreads + tid) / S::kTopK;
     if (id[k] >= 0) atomicOr(&m.rows[id[k]][r / 32], 1u << r % 32);
   }
-  __syncthreads();
+  team.sync();
   // Running totals over the experts: items in the low half, entries in the high half.
   u32 own[S::kPer], mine = 0;
   K3_UNROLL
@@ -227,13 +234,13 @@ K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const
   K3_UNROLL
   for (int d = 1; d < kWarpSize; d *= 2) {
     u32 other = __shfl_up_sync(kFullWarp, upto, d);
-    if (lane_id() >= d) upto += other;
+    if (team.lane() >= d) upto += other;
   }
-  if (lane_id() == kWarpSize - 1) m.warp_total[warp_id()] = upto;
-  __syncthreads();
+  if (team.lane() == kWarpSize - 1) m.warp_total[team.warp()] = upto;
+  team.sync();
   u32 at = upto - mine, all = 0;
   for (int w = 0; w < S::kWarps; ++w) {
-    if (w < warp_id()) at += m.warp_total[w];
+    if (w < team.warp()) at += m.warp_total[w];
     all += m.warp_total[w];
   }
   K3_UNROLL
@@ -248,7 +255,7 @@ K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const
     *out.items = all & 0xffff;
     out.entry[all >> 16] = all << 16;
   }
-  __syncthreads();
+  team.sync();
   K3_UNROLL
   for (int k = 0; k < kPerThread; ++k) {
     int i = k * S::kThreads + tid, r = i / S::kTopK, e = id[k];
@@ -257,5 +264,5 @@ K3_DEVICE void list_experts(const int* ids, const int* row_slot, int rows, const
     for (int w = 0; w < r / 32; ++w) before += __popc(m.rows[e][w]);
     out.item[m.start[e] + before] = u16(i);
   }
-  __syncthreads();
+  team.sync();
 }

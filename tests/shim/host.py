@@ -38,12 +38,12 @@ def throw(library, stream: int, numbers) -> None:
     words[stream, :len(numbers)] = (np.asarray(numbers) * 2**24).astype(np.uint32) << 8
 
 
-def launch(library, name: str, grid: int, threads: int, arguments, shared: int = 0, seed: int = 0) -> None:
+def launch(library, name: str, grid: int | tuple[int, ...], threads: int, arguments, shared: int = 0, seed: int = 0) -> None:
     """`seed` other than 0 visits threads in a shuffled order, which exposes a missing barrier."""
     values = [ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-    three = ctypes.c_uint * 3
-    getattr(library, f"k3_shim_{name}")(three(grid, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), 0, ctypes.c_uint(seed), pointers)
+    three, blocks = ctypes.c_uint * 3, grid if isinstance(grid, tuple) else (grid,)
+    getattr(library, f"k3_shim_{name}")(three(*(*blocks, 1, 1)[:3]), three(threads, 1, 1), ctypes.c_size_t(shared), 0, ctypes.c_uint(seed), pointers)
 
 
 def constants(library, name: str, count: int) -> tuple[int, ...]:

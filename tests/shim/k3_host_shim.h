@@ -3,9 +3,9 @@
 // Model: one OS thread per resident block, one fiber per CUDA thread, all fibers of a block on that OS thread.
 //  * __shared__ is `static thread_local`, so it is private to the block for free.
 //  * __syncthreads and warp collectives are fiber barriers; atomics are the compiler's __atomic builtins.
-//  * a cooperative launch starts every block at once; a plain launch uses a small pool.
+//  * a cooperative launch starts every block at once; a plain launch uses a small pool. Its `cooperative` says how many neighbours make a cluster.
 //  * threads that wait on a barrier that can never complete are reported, not hung on.
-// Not emulated: inline PTX, tensor-core instructions, TMA descriptors, clusters. Such code sits behind
+// Not emulated: inline PTX, tensor-core instructions, TMA descriptors. Such code sits behind
 // primitives with a second body under #ifdef K3_HOST_SHIM.
 #pragma once
 #include <algorithm>
@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <sched.h>
 #include <thread>
 #include <tuple>
@@ -82,8 +83,18 @@ struct WarpState {
     unsigned count[32] = {}, gen[32] = {};  // one barrier per lowest lane of a mask: disjoint masks never meet
     unsigned live = 0;                      // mask of lanes that have not returned
 };
+// What blocks of a cooperative launch know of one another.
+struct Cluster {
+    unsigned size;
+    std::vector<std::atomic<unsigned char*>> dyn;   // of every block of the grid
+    std::vector<std::atomic<unsigned>> met;         // of every cluster: meetings of its blocks
+    std::mutex sends;
+    Cluster(unsigned blocks, unsigned size) : size(size), dyn(blocks), met(blocks / size + 1) {}
+};
 struct Block {
     Dim bid, bdim, gdim;
+    Cluster* cluster = nullptr;
+    unsigned meetings = 0;
     std::vector<Fiber> f;
     std::vector<WarpState> w;
     unsigned live = 0, count = 0, gen = 0;
@@ -204,14 +215,34 @@ inline T shfl(unsigned mask, T v, unsigned src) {
     return v;
 }
 
+inline unsigned cluster_size() { return cur->b->cluster->size; }
+inline unsigned cluster_rank() { return cur->b->bid.x % cluster_size(); }
+// All threads of all blocks of a cluster.
+inline void sync_cluster() {
+    Block* b = cur->b;
+    if (cluster_size() == 1) return sync_block();
+    auto& met = b->cluster->met[b->bid.x / cluster_size()];
+    sync_block();
+    if (cur->lin == 0) ++b->meetings, ++met;
+    sync_block();
+    while (met < b->meetings * cluster_size()) to_main(kSpin);
+}
+// Where what `p` is in this block lies in block `rank` of its cluster.
+template <class T>
+T* in_block(T* p, unsigned rank) {
+    Block* b = cur->b;
+    return (T*)(b->cluster->dyn[b->bid.x - cluster_rank() + rank] + ((unsigned char*)p - b->dyn));
+}
+
 // Launch. `seed` != 0 visits the threads of a block in a shuffled order, to expose missing barriers.
 template <class Fn>
-void launch(Dim grid, Dim block, size_t smem, bool coop, unsigned seed, Fn&& body) {
+void launch(Dim grid, Dim block, size_t smem, unsigned coop, unsigned seed, Fn&& body) {
     unsigned nb = grid.x * grid.y * grid.z, nt = block.x * block.y * block.z, nw = (nt + 31) / 32;
     std::vector<unsigned> order(nt);
     for (unsigned i = 0; i < nt; ++i) order[i] = i;
     for (unsigned i = nt, r = seed; seed && i > 1; --i) r = r * 1664525u + 1013904223u, std::swap(order[i - 1], order[(r >> 8) % i]);
     std::atomic<unsigned> next{0};
+    Cluster cluster(nb, std::max(1u, coop));
     auto worker = [&] {
         std::unique_ptr<unsigned char[]> stacks(new unsigned char[nt * kStack + 16]);  // untouched pages cost nothing
         auto* base = (unsigned char*)(((uintptr_t)stacks.get() + 15) & ~(uintptr_t)15);
@@ -222,6 +253,7 @@ void launch(Dim grid, Dim block, size_t smem, bool coop, unsigned seed, Fn&& bod
             b.bdim = block, b.gdim = grid, b.live = nt;
             b.f.resize(nt), b.w.resize(nw);
             b.dyn = (unsigned char*)(((uintptr_t)dyn.data() + 1023) & ~(uintptr_t)1023);
+            b.cluster = &cluster, cluster.dyn[i] = b.dyn;
             for (unsigned t = 0; t < nt; ++t) {
                 b.f[t].tid = {t % block.x, t / block.x % block.y, t / block.x / block.y};
                 b.f[t].lin = t, b.f[t].b = &b, b.w[t / 32].live |= 1u << (t % 32);

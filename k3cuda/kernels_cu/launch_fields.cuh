@@ -1,0 +1,70 @@
+// What phases of the single launch leave in the exchange: rows of fields, each of BF16 or F32 values, and where readers find them.
+#pragma once
+#include "launch_exchange.cuh"
+
+constexpr u32 kNoSlot = 15;
+constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2;
+
+// In 16-byte vectors. A field begins at vector `at` of a row of its slot; of the `width` vectors that are made `copies` are written behind one
+// another, as far as `limit` reaches. own: where it begins in a row of the record.
+struct LaunchField { int at, width, limit, copies, own; };
+// A field that a phase reads: where it begins in a row, from row to row, how long it is.
+struct LaunchInput { int at, row, vectors; };
+// Of a kind of phase. row: of its slot; record_row: of the record; vectors: of the slot, all rows.
+struct LaunchLink {
+  LaunchInput in[kMaxInputs];
+  LaunchField out[kMaxFields];
+  int row, record_row, vectors;
+};
+
+// A phase in a block's program (launch_core.cuh).
+struct ProgramPhase {
+  int kind, units;
+  u32 slots;
+  const u32* tiles;
+  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), units(at[0] >> 16), slots(at[1]), tiles(at + 3) {}
+  K3_DEVICE u32 again(int i) const { return ((volatile const u32*)tiles)[i - 3]; }   // a word that is not kept meanwhile
+  K3_DEVICE int extra() const { return again(0) >> 8 & 255; }
+  K3_DEVICE const u32* next() const { return tiles + units; }
+  K3_DEVICE u32 in(int i) const { return slots >> 4 * i & 15; }
+  K3_DEVICE u32 out() const { return slots >> 4 * kMaxInputs & 15; }
+  K3_DEVICE u32 clear(int i) const { return slots >> 4 * (kMaxInputs + 1 + i) & 15; }   // a slot
+  K3_DEVICE int cleared(int i) const { return again(2) >> 8 * (2 + i) & 255; }  // which kind's results lie there
+  K3_DEVICE u32 needs() const { return again(2) & 0xffff; }
+};
+
+// All consumers, as a team (WholeBlock in prims.cuh).
+struct Consumers {
+  static constexpr int kThreads = kConsumers * kWarpSize;
+  Me me;
+  K3_DEVICE int thread() const { return me.thread(); }
+  K3_DEVICE int warp() const { return me.warp; }
+  K3_DEVICE int lane() const { return me.lane; }
+  K3_DEVICE void sync() const { warps_sync(kAllConsumers, kThreads); }
+};
+
+// From tile kFirst_ on, rows of a product are the next field, of F32 values or BF16.
+template <int kFirst_, bool kF32_>
+struct LaunchSegment { static constexpr int kFirst = kFirst_; static constexpr bool kF32 = kF32_; };
+
+// put: eight lanes have the rows of half `half` of a tile, one each, of result row `row`. All lanes of the warp.
+template <class Segment, class... More>
+struct LaunchOut {
+  static constexpr bool kF32 = Segment::kF32;
+  template <int kField = 0, class Block>
+  static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int row, int tile, int half, float v, bool live, int lane) {
+    if constexpr (sizeof...(More) > 0)
+      if (tile >= LaunchOut<More...>::kFirst) {
+        LaunchOut<More...>::template put<kField + 1>(block, p, phase, row, tile, half, v, live, lane);
+        return;
+      }
+    if constexpr (kF32) {
+      const uint4 vector = pack_floats(v, block.me.lane);
+      if (live) block.template publish<4>(p, phase, row, (tile - kFirst) * 4 + half * 2 + lane / 4, vector, lane % 4, kField);
+    } else {
+      const uint4 vector = pack_vector(v, block.me.lane);
+      if (live) block.publish(p, phase, row, (tile - kFirst) * 2 + half, vector, lane, kField);
+    }
+  }
+  static constexpr int kFirst = Segment::kFirst;
+};

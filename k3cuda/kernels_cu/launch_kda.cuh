@@ -1,0 +1,113 @@
+// The middle of KDA inside the single launch: kda_core.cuh by a block a head and sequence. What kda_in left comes by the exchange; states, windows
+// and the records that a commit replays lie in memory, as the standard path has them.
+#pragma once
+#include "kda_core.cuh"
+#include "launch_mix.cuh"
+
+// A unit is a head of the sequence that a row opens; of other rows it is nothing. Fields: low-rank decay, BF16; betas before the sigmoid, F32; q, k and v
+// before the conv, BF16; output gates, F32.
+template <int kDim, int kWidth, int kHeads>
+struct LaunchKda : LaunchNoWeights {
+  typedef KdaShape<kDim, kWidth, 1, 2, Consumers::kThreads> S;
+  static_assert(S::kThreads == Consumers::kThreads && S::kHolders == S::kThreads, "all consumers hold state");
+  struct __align__(16) Room {
+    KdaMix a;
+    alignas(16) KdaMixSmem<S> m;
+    float gate[S::kBatch][S::kDim];
+    int first, head, rows, slot;   // of the unit
+  };
+  static constexpr int x_vectors(int, int) { return (sizeof(Room) + 15) / 16; }
+  static constexpr int kChannels = kHeads * kDim;
+  enum Field { kLowRank, kBeta, kInputs, kGate };
+
+  // Inputs of `n` rows from `first` on into shared memory; what a commit needs of them into its records.
+  template <class Block>
+  static K3_DEVICE void receive(const Block& block, const ProgramPhase& p, int phase, Room& room, int head, int first, int n, const Consumers& team) {
+    constexpr int kGates = kDim / 4, kRow = S::kRowVectors + kGates;
+    const KdaMix& a = room.a;
+    auto field = [&](Field f, int row) { return block.input(p, f) + (first + row) * block.link(p).in[f].row; };
+#pragma unroll 1
+    for (int i = team.thread(); i < n * kRow; i += Consumers::kThreads) {
+      const int row = i / kRow, v = i % kRow;
+      const size_t conv = kda_vector_at<S>(v, kChannels, head, 0);   // of conv inputs
+      const uint4* at = v < S::kConvVectors ? field(kInputs, row) + conv / 8 : v < S::kRowVectors ? field(kLowRank, row) + v - S::kConvVectors
+                                            : field(kGate, row) + head * kGates + v - S::kRowVectors;
+      uint4 vector[1];
+      await_all(vector, block.a.watch, phase, u32(i), [](int) { return true; }, [&](int) { return at; });
+      if (v >= S::kRowVectors) *(uint4*)&room.gate[row][(v - S::kRowVectors) * 4] = vector[0];
+      else *(uint4*)&room.m.inputs[row + S::kHistory][v * 8] = vector[0];
+      if (v < S::kConvVectors) *(uint4*)((bf16*)a.qkv + size_t(first + row) * 3 * kChannels + conv) = vector[0];
+    }
+    if (const int row = team.thread(); row < n) {
+      u32 word[1];
+      await_all(word, block.a.watch, phase, u32(row), [](int) { return true; }, [&](int) { return (const u32*)field(kBeta, row) + head; });
+      const float beta = sigmoid(__uint_as_float(word[0]));
+      room.m.beta[row] = beta;
+      ((float*)a.beta)[size_t(first + row) * kHeads + head] = beta;
+    }
+  }
+
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
+    block.team().sync();   // all are finished with the phase before
+    Room& room = *(Room*)block.x();
+    for (int i = block.me.thread(); i < int(sizeof(KdaMix) / 4); i += Consumers::kThreads) ((u32*)&room.a)[i] = ((const u32*)block.a.weights[phase])[i];
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      block.team().sync();
+      const int first = p.tiles[u] / kHeads, head = p.tiles[u] % kHeads, slot = room.a.row_slot[first];
+      if (first > 0 && room.a.row_slot[first - 1] == slot) {
+        if (u + 1 == p.units) block.received(phase);
+        continue;
+      }
+      const int n = kda_sequence_rows(room.a.row_slot, block.a.rows, first, slot);
+      if (block.me.thread() == 0) room.first = first, room.head = head, room.rows = n, room.slot = slot;
+      gates(block, p, phase, room, first, head, slot, n, u);
+      recur(Block(block.smem + unknown_zero()), p, phase);   // which finds everything anew: the state wants the registers
+    }
+  }
+
+  // Conv, decay and norms of a unit's rows: what needs no state, which comes into the L2 meanwhile.
+  template <class Block>
+  static K3_DEVICE void gates(const Block& block, const ProgramPhase& p, int phase, Room& room, int first, int head, int slot, int n, int u) {
+    const Consumers team;   // of this unit alone: what follows from it would be kept from unit to unit
+    auto& m = room.m;
+    const KdaMix& a = room.a;
+    constexpr int kPiece = kDim * kDim * 4 / kWarpSize;
+    if (team.warp() == 0) bulk_prefetch((const u8*)state_of(room, slot, head) + team.lane() * kPiece, kPiece);
+    kda_load_weights<S>(a, m, head, 0, team);
+    kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * kChannels, kChannels * S::kHistory, kChannels, head, 0, team);
+    const float scale = expf(a.a_log[head]);
+    receive(block, p, phase, room, head, first, n, team);
+    copy_wait();
+    team.sync();
+    if (u + 1 == p.units) block.received(phase);
+    else block.arrived(phase);
+    if (n == 1) kda_conv<S, 1>(a, m, head, 0, first, 0, n, team);
+    else kda_conv<S, 4>(a, m, head, 0, first, 0, n, team);
+    kda_low_rank<S>(m, 0, n, team);
+    team.sync();
+    kda_decay<S>(a, m, scale, head, 0, first, n, team);
+    kda_l2norm<S>(a, m, head, 0, first, n, team);
+  }
+  template <class Block>
+  static K3_DEVICE void recur(const Block& block, const ProgramPhase& p, int phase) {
+    const Consumers team = block.team();
+    Room& room = *(Room*)block.x();
+    {
+      KdaState<S> state;
+      state.load(state_of(room, room.slot, room.head));
+      team.sync();
+      kda_recur<S>(state, room.m, room.rows);
+    }
+    team.sync();
+    float gate[S::kGates];
+    K3_UNROLL
+    for (int i = 0; i < S::kGates; ++i) gate[i] = (&room.gate[0][0])[team.thread() + i * S::kThreads];
+    const int first = room.first, head = room.head;
+    kda_gated_norm<S>(room.a, room.m, gate, 0, room.rows, 0, [&](int row, int c, float v) {   // a warp is of one row
+      block.publish(p, phase, first + row, (head * kDim + c) / 8, pack_vector(v, team.lane()), team.lane() % 8);
+    }, team);
+  }
+  static K3_DEVICE const float* state_of(const Room& room, int slot, int head) { return room.a.state + (size_t(slot) * kHeads + head) * kDim * kDim; }
+};

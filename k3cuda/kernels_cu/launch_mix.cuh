@@ -1,0 +1,216 @@
+// Between two halves of a layer, and of the routed sum, inside the single launch: the stages of norm_core.cuh as rounds of slices of rows. A block
+// has the same slices in all of them, so prefix sums and closed blocks are only ever touched by their own threads.
+//
+//   closed   squares and scores of the closed blocks, per chunk of the tree; nothing waits for it, so it runs phases ahead of the mix
+//   sums     the ranks' parts join the prefix sum; p p, p score, p c, c c per chunk
+//   out      the mixture and its norm; right behind `sums` in every program, whose values it finds in shared memory
+#pragma once
+#include "launch_fields.cuh"
+#include "norm_core.cuh"
+
+// Of a phase: where its weights lie, and what stays between steps. hidden: null where nothing but the parts joins.
+struct LaunchMix {
+  const float* score;   // [n]
+  const bf16* weight;   // [n]
+  float *hidden, *blocks;   // [rows][n], [blocks][rows][n]
+};
+
+//   kSlices_  of a row
+//   kUnits_   slices of a block, at most
+template <int kN_, int kLeaves_, int kParts_, int kBlocks_, int kSlices_, int kUnits_>
+struct LaunchMixShape : NormShape<kN_, kLeaves_, kParts_, kBlocks_, kSlices_, Consumers::kThreads> {
+  typedef NormShape<kN_, kLeaves_, kParts_, kBlocks_, kSlices_, Consumers::kThreads> Base;
+  static constexpr int kSlices = kSlices_, kUnits = kUnits_, kMost = max_of(kBlocks_, 1);
+  static constexpr int kBatch = min_of(kParts_, 4), kGroups = kParts_ / kBatch, kVectors = Base::kOwn / 4;   // parts of a batch of loads; F32 vectors of a slice
+  static_assert(Base::kOwn % 8 == 0 && kGroups * kBatch == kParts_, "slices are whole vectors");
+};
+
+// Of a slice, from `sums` to `out`.
+template <class S>
+struct __align__(16) LaunchMixRoom {
+  float source[S::kRows][S::kOwn], score[S::kBlocks ? S::kOwn : 4];   // closed blocks, then p and c
+  float closed[S::kLeaves][2][8], sums[S::kLeaves][4], own[S::kOwnLeaves][4], top, total;
+};
+
+// A phase's row arithmetic, and which slice a unit is. extra: closed blocks | whether the row's sum becomes one << 4.
+template <class S>
+struct LaunchSlice {
+  NormRow a;
+  int row, own;   // first element of the slice
+  bool mix;
+  template <class Block>
+  K3_DEVICE LaunchSlice(const Block& block, const ProgramPhase& p, int phase, int unit) : row(unit / S::kSlices), own(unit % S::kSlices * S::kOwn) {
+    const LaunchMix m = *(const LaunchMix*)block.a.weights[phase];
+    const int closed = p.extra() & 15, rows = block.a.block_rows;
+    a = {nullptr, nullptr, rows, 0, nullptr, m.hidden, m.hidden, p.extra() >> 4 ? m.blocks + size_t(closed) * rows * S::kN : nullptr, m.blocks, closed, m.score, m.weight,
+         nullptr, block.a.norm_eps};
+    mix = S::kBlocks > 0 && closed > 0;
+  }
+  K3_DEVICE size_t at() const { return size_t(row) * S::kN + own; }
+};
+
+// A slice of the closed blocks and its scores into shared memory, all loads before the team meets. Each thread keeps its own elements.
+template <class S>
+K3_DEVICE void keep_closed(const LaunchSlice<S>& slice, float (*source)[S::kOwn], float* score, const Consumers& team) {
+  float v[S::kMost][S::kPer], own[S::kPer];
+  if constexpr (S::kBlocks > 0) {
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i) own[i] = team.thread() + i * S::kThreads < S::kOwn ? slice.a.score[slice.own + team.thread() + i * S::kThreads] : 0;
+    load_closed<S>(v, slice.a, slice.at(), true, team);
+  }
+  team.sync();
+  if constexpr (S::kBlocks > 0) {
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i) {
+      const int e = team.thread() + i * S::kThreads;
+      if (e >= S::kOwn) continue;
+      score[e] = own[i];
+      K3_UNROLL
+      for (int j = 0; j < S::kBlocks; ++j) source[j][e] = v[j][i];
+    }
+  }
+}
+
+K3_DEVICE uint4 floats_vector(const float* v) { return {exchange_word(v[0]), exchange_word(v[1]), exchange_word(v[2]), exchange_word(v[3])}; }
+
+struct LaunchNoWeights {   // through the ring
+  template <class Block, class Producer>
+  static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}
+};
+
+template <class S>
+struct LaunchMixClosed : LaunchNoWeights {
+  struct __align__(16) Room { float source[S::kRows][S::kOwn], score[S::kOwn], sums[S::kOwnLeaves][2][8]; };
+  static constexpr int x_vectors(int, int) { return sizeof(Room) / 16; }
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
+    const Consumers team = block.team();
+    Room& m = *(Room*)block.x();
+    block.received(phase);   // of other phases it reads nothing
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      const LaunchSlice<S> slice(block, p, phase, p.tiles[u]);
+      keep_closed<S>(slice, m.source, m.score, team);
+      for (int i = team.thread(); i < S::kOwnLeaves * 16; i += S::kThreads) (&m.sums[0][0][0])[i] = 0;   // of blocks that are not yet
+      team.sync();
+      closed_sums<S>(m.source, m.score, slice.a.num_blocks, [&](int leaf, int which, int j, float sum) {
+        if (team.lane() == 0) m.sums[leaf][which][j] = sum;
+      }, team);
+      team.sync();
+      if (const int i = team.thread(); i < S::kOwnLeaves * 4)
+        block.template publish<1>(p, phase, slice.row, slice.own / S::kLeaf * 4 + i, floats_vector(&m.sums[0][0][0] + i * 4), 0);
+    }
+  }
+};
+
+template <class S>
+struct LaunchMixSums : LaunchNoWeights {
+  typedef LaunchMixRoom<S> Room;
+  static constexpr int kPartsBytes = S::kGroups * S::kOwn * 4;
+  static constexpr int x_vectors(int, int) { return (S::kUnits * sizeof(Room) + kPartsBytes) / 16; }
+  // Sums of four parts, [group][element].
+  template <class Block>
+  static K3_DEVICE void receive_parts(const Block& block, const ProgramPhase& p, int phase, int row, int own, float* parts) {
+    const Consumers team = block.team();
+    const uint4* from = block.input(p, 0) + row * block.link(p).in[0].row + own / 4;
+#pragma unroll 1
+    for (int i = team.thread(); i < S::kGroups * S::kVectors; i += S::kThreads) {
+      const uint4* at = from + i / S::kVectors * S::kBatch * (S::kN / 4) + i % S::kVectors;
+      uint4 v[S::kBatch];
+      await_all(v, block.a.watch, phase, u32(i), [](int) { return true; }, [&](int j) { return at + j * (S::kN / 4); });
+      float part[S::kBatch][4];
+      K3_UNROLL
+      for (int j = 0; j < S::kBatch; ++j) {
+        const f32x4 f = as_floats(v[j]);
+        part[j][0] = f.x, part[j][1] = f.y, part[j][2] = f.z, part[j][3] = f.w;
+      }
+      store4(parts + i * 4, {tree_sum<S::kBatch>(part[0], 4), tree_sum<S::kBatch>(part[0] + 1, 4), tree_sum<S::kBatch>(part[0] + 2, 4), tree_sum<S::kBatch>(part[0] + 3, 4)});
+    }
+  }
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
+    const Consumers team = block.team();
+    Room* rooms = (Room*)block.x();
+    float* parts = (float*)(rooms + S::kUnits);
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      const LaunchSlice<S> slice(block, p, phase, p.tiles[u]);
+      Room& m = rooms[u];
+      // Everything is loaded before anything is waited for.
+      float before[S::kPer], c[S::kPer] = {}, top = 0, total = 0;
+      K3_UNROLL
+      for (int i = 0; i < S::kPer; ++i) {
+        const int e = team.thread() + i * S::kThreads;
+        before[i] = slice.a.hidden && e < S::kOwn ? slice.a.hidden[slice.at() + e] : 0;
+      }
+      keep_closed<S>(slice, m.source, m.score, team);   // begins when all are finished with the phase before, or the slice
+      if constexpr (S::kBlocks > 0)
+        if (slice.mix) {
+          const uint4* from = block.input(p, 1) + slice.row * block.link(p).in[1].row;
+          receive_vectors<1>(team.thread(), S::kThreads, S::kLeaves * 4, block.a.watch, phase, [&](int i) { return from + i; }, [] {},
+                             [&](int i, const uint4& vector) { ((uint4*)m.closed)[i] = vector; });
+        }
+      receive_parts(block, p, phase, slice.row, slice.own, parts);
+      team.sync();
+      if (u + 1 == p.units) block.received(phase);
+      if constexpr (S::kBlocks > 0)
+        if (slice.mix) {
+          const float weights = closed_weights<S>(slice.a, m.closed, top, team);
+          weighted_closed<S>(slice.a.num_blocks, weights, c, total, [&](int k, int i) { return m.source[k][min_of(team.thread() + i * S::kThreads, S::kOwn - 1)]; });
+        }
+      K3_UNROLL
+      for (int i = 0; i < S::kPer; ++i) {
+        const int e = team.thread() + i * S::kThreads;
+        if (e >= S::kOwn) continue;
+        float joined = tree_sum<S::kGroups>(parts + e, S::kOwn);
+        if (slice.a.hidden) joined += before[i];
+        m.source[0][e] = joined, m.source[1][e] = c[i];
+        keep_prefix(slice.a, slice.at() + e, joined);
+      }
+      if (team.thread() == 0) m.top = top, m.total = total;
+      for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
+      team.sync();
+      prefix_sums<S>(m.source, m.score, slice.mix, [&](int leaf, int which, float sum) {
+        if (team.lane() == 0) m.own[leaf][which] = sum;
+      }, team);
+      team.sync();
+      if (const int leaf = team.thread(); leaf < S::kOwnLeaves)
+        block.template publish<1>(p, phase, slice.row, slice.own / S::kLeaf + leaf, floats_vector(m.own[leaf]), 0);
+    }
+  }
+};
+
+template <class S>
+struct LaunchMixOut : LaunchNoWeights {
+  typedef LaunchMixRoom<S> Room;
+  static constexpr int x_vectors(int, int) { return 0; }   // that of the sums
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
+    const Consumers team = block.team();
+    Room* rooms = (Room*)block.x();
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      const LaunchSlice<S> slice(block, p, phase, p.tiles[u]);
+      Room& m = rooms[u];
+      float weight[S::kPer];
+      K3_UNROLL
+      for (int i = 0; i < S::kPer; ++i) {
+        const int e = team.thread() + i * S::kThreads;
+        weight[i] = e < S::kOwn ? bf16_to_float(slice.a.weight[slice.own + e]) : 0;
+      }
+      const uint4* from = block.input(p, 0) + slice.row * block.link(p).in[0].row;
+      receive_vectors<1>(team.thread(), S::kThreads, S::kLeaves, block.a.watch, phase, [&](int i) { return from + i; }, [] {},
+                         [&](int i, const uint4& vector) { ((uint4*)m.sums)[i] = vector; });
+      team.sync();
+      if (u + 1 == p.units) block.received(phase);
+      float alpha, beta;
+      const float inv = mixed<S>(slice.a, m.sums, slice.mix, m.top, m.total, alpha, beta, team);
+      K3_UNROLL
+      for (int i = 0; i < S::kPer; ++i) {
+        const int e = team.thread() + i * S::kThreads, at = min_of(e, S::kOwn - 1);
+        const uint4 vector = pack_vector(normed_value<S>(slice.mix, alpha, beta, m.source[1][at], m.source[0][at], inv, weight[i]), block.me.lane);
+        if (e < S::kOwn) block.publish(p, phase, slice.row, (slice.own + e) / 8, vector, e % 8);
+      }
+    }
+  }
+};

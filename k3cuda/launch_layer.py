@@ -1,0 +1,77 @@
+"""A KDA and MoE layer of one rank as phases of a single launch: mixes, products, the middle of KDA, the choice, experts and their norm."""
+from dataclasses import replace
+
+from .block_program import Step
+from .config import K3Config
+from .launch_kinds import CLOSED, Field, ForcedChoice, Kda, Kind, Mix, Route, mix_rounds
+from .launch_rank import experts, own_tiles, product
+from .phases import TILE_ROWS
+from .plan import Plan
+
+INPUT = "ffn_out"   # of the launch, F32: what the layer before left
+
+
+def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced: bool) -> tuple[Kind, ...]:
+    """The kinds of a layer in their order, but that attn_mix_closed runs in the layer before.
+
+    Args:
+        rank_parts: ranks whose parts a sum over ranks has; looped back they are all this rank's.
+        forced: the choice of experts lies in memory.
+    """
+    dims = cfg.dims()
+    hidden, latent, blocks = dims["hidden_size"], dims["routed_expert_hidden_size"], dims["num_res_blocks"]
+    shared_tiles, router_tiles = 2 * own_tiles(cfg, tp, "shared_gate_proj")[0], own_tiles(cfg, tp, "router")[0]
+    heads, dim = dims["kda_num_heads"] // tp, dims["kda_head_dim"]
+    low_rank_tiles, beta_tiles, head_tiles = (own_tiles(cfg, tp, name)[0] for name in ("kda_f_a_proj", "kda_b_proj", "kda_q_proj"))
+    qkv_at = low_rank_tiles + beta_tiles
+    betas = -(-heads // 4) * 4   # whole vectors, of a tile
+    stacked = lambda name, n: Field(name, "f32", n, n * rank_parts)
+    gathered = lambda name, dtype, n: Field(name, dtype, n // tp, n)
+    own = lambda name, dtype, n: Field(name, dtype, n, n)
+    ffn_closed, *ffn_mix = mix_rounds("ffn_mix", hidden, rank_parts, blocks, "attn_parts", own("ffn_in", "bf16", hidden))
+    up, down = experts(cfg, tp, cluster)
+    at = lambda k, reads, *fields, **more: replace(k, reads=tuple(reads.split()), fields=fields, **more)
+    up = at(up, "moe_latent", own("expert_act", "bf16", up.outputs))
+    choice = ForcedChoice("route", dims["num_experts"]) if forced else Route("route", dims["num_experts"], cfg.num_experts_per_token)
+    return (
+        *mix_rounds("attn_mix", hidden, 1, blocks, INPUT, own("attn_in", "bf16", hidden)),
+        product(cfg, tp, cluster, "kda_in", reads=("attn_in",), firsts=(0, low_rank_tiles, qkv_at, qkv_at + 3 * head_tiles),
+                fields=(gathered("kda_f_a", "bf16", dim), own("kda_beta", "f32", betas), own("kda_qkv", "bf16", 3 * heads * dim), own("kda_out_gate", "f32", heads * dim))),
+        ffn_closed,   # while kda_in's results are on their way
+        Kda("kda_mix", heads, dim, dims["conv_width"], reads=("kda_f_a", "kda_beta", "kda_qkv", "kda_out_gate"),
+            fields=(own("mixer_out", "bf16", heads * dim),)),
+        product(cfg, tp, cluster, "o_proj", reads=("mixer_out",), fields=(stacked("attn_parts", hidden),)),
+        *ffn_mix,
+        product(cfg, tp, cluster, "moe_in", reads=("ffn_in",), firsts=(0, shared_tiles, shared_tiles + router_tiles),
+                fields=(own("shared_gate_up", "f32", shared_tiles * TILE_ROWS), gathered("router_logits", "f32", dims["num_experts"]),
+                        gathered("moe_latent", "bf16", latent))),
+        replace(choice, reads=("router_logits",)),
+        product(cfg, tp, cluster, "shared_down", reads=("shared_gate_up",), situ=True, fields=(own("shared_partial", "f32", hidden),)),
+        up,
+        at(down, "expert_act", stacked("routed_parts", latent)),
+        *mix_rounds("routed_norm", latent, rank_parts, 0, "routed_parts", own("routed_normed", "bf16", latent)),
+        product(cfg, tp, cluster, "latent_up", reads=("routed_normed", "shared_partial"), adds=tp, fields=(gathered(INPUT, "f32", hidden),)),
+    )
+
+
+def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range) -> tuple[Step, ...]:
+    """The phases of these layers. Rounds over closed blocks are left out where there are none, and run ahead of what waits for them."""
+    counts = {(op.stage.name, op.layer): op.num_blocks for op in plan.ops}
+    steps = []
+
+    def add(k: Kind, layer: int) -> None:
+        mix = k.name.split("_closed")[0].split("_sums")[0]
+        closed = counts[mix, layer] if isinstance(k, Mix) and k.blocks else 0
+        opens = mix == "attn_mix" and plan.cfg.opens_res_block(layer)
+        if closed or not isinstance(k, Mix) or k.round != CLOSED:
+            steps.append(Step(k.name, layer, closed | opens << 4 if isinstance(k, Mix) else 0))
+
+    ahead, rest = kinds[0], kinds[1:]
+    add(ahead, layers[0])
+    for layer in layers:
+        for k in rest[:-1]:
+            add(k, layer)
+        if layer + 1 in layers:
+            add(ahead, layer + 1)
+        add(rest[-1], layer)
+    return tuple(steps)

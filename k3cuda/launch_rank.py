@@ -1,0 +1,42 @@
+"""Products and experts of one rank as kinds of phases, and the chains of them that came first."""
+from . import packing
+from .config import K3Config
+from .errors import PlanError
+from .launch_kinds import ExpertDown, ExpertUp, ForcedChoice, Kind, Product, linked
+from .packing import leaves_and_steps
+from .phases import TILE_ROWS
+from .weights import BY_NAME
+
+
+def own_tiles(cfg: K3Config, tp: int, names: str) -> list[int]:
+    """Tiles of 16 rows of each of some joined matrices, on one rank."""
+    dims = cfg.dims()
+    return [-(-dims[w.shape[0]] // (tp if w.cut and w.cut.axis == 0 else 1) // TILE_ROWS) for w in map(BY_NAME.get, names.split())]
+
+
+def product(cfg: K3Config, tp: int, cluster: int, name: str, **more) -> Product:
+    """The product of a stage (or of shared_down), on one rank."""
+    names = " ".join(next(p for p in packing.PACKED["route" if name == "shared_down" else name] if p.how in (packing.TILES, packing.PAIRS)).sources)
+    leaves, steps = leaves_and_steps(names.split()[-1], cfg, tp)
+    return Product(name, sum(own_tiles(cfg, tp, names)), leaves, steps, cluster if leaves % cluster == 0 else 1, **more)
+
+
+def dense_products(cfg: K3Config, tp: int, cluster: int = 1) -> tuple[Kind, ...]:
+    """The BF16 products of a rank's KDA and MoE layer that all rows go through one after the other."""
+    return linked(tuple(product(cfg, tp, cluster, name) for name in ("kda_in", "o_proj", "moe_in", "latent_up")))
+
+
+def experts(cfg: K3Config, tp: int, cluster: int) -> tuple[ExpertUp, ExpertDown]:
+    """w1 and w3, and w2, of a rank."""
+    dims = cfg.dims()
+    leaves, groups = leaves_and_steps("expert_w2", cfg, tp)
+    if leaves != 1:
+        raise PlanError(f"a rank of {tp} holds {leaves} leaves of w2; wanted one")
+    return (ExpertUp("expert_up", -(-dims["moe_intermediate_size"] // tp // TILE_ROWS), *leaves_and_steps("expert_w1", cfg, tp), cluster),
+            ExpertDown("moe_down", -(-dims["routed_expert_hidden_size"] // TILE_ROWS), groups))
+
+
+def with_experts(cfg: K3Config, tp: int, cluster: int) -> tuple[Kind, ...]:
+    """The dense products, and the routed experts where they belong, chosen beforehand."""
+    kda_in, o_proj, moe_in, latent_up = dense_products(cfg, tp, cluster)
+    return linked((kda_in, o_proj, moe_in, ForcedChoice("choice", cfg.num_experts), *experts(cfg, tp, cluster), latent_up))

@@ -5,7 +5,9 @@
 Timings have the first GPU. Checks have the others, or begin when the timings have ended where there is no other. What a job says goes to $OUT/NAME.txt.
 """
 import argparse
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,51 +24,85 @@ CUT_OFF = "cut off"
 
 
 class Jobs:
-    """Jobs that end before `end` (time.monotonic()), or are killed then, children and all."""
+    """Jobs that end before `end` (time.monotonic()), or are killed then, children and all. A file in `out` has what each of them says."""
 
     def __init__(self, out: Path, end: float):
-        self.out, self.end, self.results = out, end, {}
+        self.out, self.end, self.results, self.running = out, end, {}, set()
         self.lock = threading.Lock()
 
-    def run(self, name: str, command: str, gpu: int) -> None:
-        start, path = time.monotonic(), self.out / f"{name}.txt"
+    def run(self, name: str, command: str, gpu: str) -> None:
+        start, process = time.monotonic(), self._start(name, command, gpu)
         code = CUT_OFF
-        if start < self.end:
-            with path.open("wb") as file:
-                process = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                                           env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "OUT": str(self.out)})
-                try:
-                    code = process.wait(max(0.0, self.end - start))
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        if process:
+            try:
+                code = process.wait(max(0.0, self.end - start))
+            except subprocess.TimeoutExpired:
+                _kill(process)
+            with self.lock:
+                self.running.discard(process)
         with self.lock:
             self.results[name] = (code, time.monotonic() - start)
             print(f"{name}: {code}, {self.results[name][1]:.0f} s", flush=True)
+
+    def _start(self, name, command, gpu):
+        with self.lock:
+            if time.monotonic() >= self.end:
+                return None
+            with (self.out / f"{name}.txt").open("wb") as file:
+                process = subprocess.Popen(["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                                           env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "OUT": str(self.out)})
+            self.running.add(process)
+            return process
+
+    def stop(self, number, frame) -> None:
+        """A signal: nothing begins any more, what runs is killed."""
+        self.end = 0.0   # of the machine's clock: long ago
+        for process in list(self.running):
+            _kill(process)
+        sys.exit(128 + number)
+
+
+def _kill(process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the GPUs that are visible here; one where there is none, for jobs that need none."""
+    count = max(1, len(probe_driver().gpus))
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return given[:count] or list(map(str, range(count)))
 
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"), help="a job that may share its GPU; its name is also its file's")
     parser.add_argument("--time", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"), help="a job that may not")
-    parser.add_argument("--within", type=float, default=570, metavar="SECONDS", help="for all of them; what runs then is killed  [default: 570]")
-    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="checks that run at a time on a GPU  [default: 4]")
+    parser.add_argument("--within", type=float, default=570, metavar="SECONDS", help="for all of them; what runs then is killed  [default: %(default)s]")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="checks that run at a time on a GPU  [default: %(default)s]")
     args = parser.parse_args(arguments)
     names = [name for name, _ in args.check + args.time]
-    if len(set(names)) < len(names) or not names:
-        parser.error(f"found the names {', '.join(names) or 'of no job'}; wanted one or more, each its own")
-    out = Path(os.environ.get("OUT", "."))
-    jobs, gpus = Jobs(out, time.monotonic() + args.within), max(1, len(probe_driver().gpus))
-    for_checks = list(range(1, gpus)) or [0]
+    if len(set(names)) < len(names) or not names or any(not re.fullmatch(r"[\w.-]+", name) for name in names):
+        parser.error(f"found the names {', '.join(map(repr, names)) or 'of no job'}; wanted one or more, each its own, of letters, digits and . - _")
+    if args.at_once < 1 or not args.within > 0:
+        parser.error(f"found --at-once {args.at_once} and --within {args.within:g}; wanted 1 or more, and more than 0 seconds")
+    out = Path(os.environ.get("OUT", ".")).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    first, *others = gpus()
+    jobs = Jobs(out, time.monotonic() + args.within)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, jobs.stop)
 
     def time_all():
         for name, command in args.time:
-            jobs.run(name, command, 0)
+            jobs.run(name, command, first)
 
     timings = threading.Thread(target=time_all)
     timings.start()
-    if for_checks == [0]:
+    if not others:
         timings.join()
+    for_checks = others or [first]
     with ThreadPoolExecutor(args.at_once * len(for_checks)) as pool:
         list(pool.map(lambda at: jobs.run(*args.check[at], for_checks[at % len(for_checks)]), range(len(args.check))))
     timings.join()

@@ -14,13 +14,14 @@ from ..errors import ConfigError, DeviceError, UsageError
 from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
 from ..runtime.cuda_kernels import (GPU_SMS, ROW_BUCKETS, bucket_of, compile_accept, compile_bucket, compile_step_io, draft_buckets, no_sampler,
                                     side_by_side)
+from ..runtime.rank_job import PROCESSES, VIRTUAL
 from . import options
 from .bench import Counts
 from .model_argument import config_of, draft_config_of
 from .output import Result, say
 
 MOST_SMS = 1024
-VIRTUAL, PROCESSES = "virtual", "processes"
+STEP, DRAFT = "step", "draft"   # parts: plans that need a cubin a bucket
 
 
 class Names(click.ParamType):
@@ -65,7 +66,7 @@ def compile(model, output, arch, tp, dcp, ranks, rows, kv_cache_dtype, sms, allo
         raise UsageError(f"--dcp: found {dcp} with a draft model, whose kernels need a cache that is whole in this version", "use a dcp of 1, or leave the draft out")
     cfg, are_virtual = config_of(model), tp == 1 or ranks == VIRTUAL
     buckets = _buckets(rows, max(ROW_BUCKETS) if are_virtual else DECODE_ROWS)
-    plans = {"step": build_plan(cfg, tp, dcp=dcp)} | _draft_plans(cfg, tp, draft_model, num_speculative_tokens, draft_rows)
+    plans = {STEP: build_plan(cfg, tp, dcp=dcp)} | _draft_plans(cfg, tp, draft_model, num_speculative_tokens, draft_rows)
     _make_folder(output)
     nvrtc = nvrtc_version()
     cubins = _cubins(plans, arch, sms, buckets, kv_cache_dtype, ride=are_virtual)
@@ -115,7 +116,7 @@ def _draft_plans(cfg, tp: int, draft_model: str | None, num_drafts: int | None, 
     if why := no_kernels(draft):
         raise ConfigError(f"--draft-model {draft_model}: {why}", "it runs with --decode-backend reference alone")
     drafting = Drafting(SimpleNamespace(cfg=draft), **given)
-    return {"step with taps": build_plan(cfg, tp, drafting.taps), "draft": build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
+    return {"step with taps": build_plan(cfg, tp, drafting.taps), DRAFT: build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
 
 
 def _buckets(rows: list[int] | None, most: int) -> list[int]:
@@ -129,15 +130,15 @@ def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes, ride: bool) -> li
     def keys(part, arch, sms=None, rows=None, kv=None):
         return {"arch": arch, "sms": sms, "rows": rows, "kv_cache_dtype": kv, "part": part}
 
-    cubins, vocab_size = [], plans["step"].cfg.vocab_size
+    cubins, vocab_size = [], plans[STEP].cfg.vocab_size
     for arch in archs:
         for part, plan in plans.items():
-            is_draft = part == "draft"   # whose own cache is BF16
+            is_draft = part == DRAFT   # whose own cache is BF16
             cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_bucket, plan, rows, kv, arch, sms=n, ride=ride))
                        for n in sms or GPU_SMS[arch] for kv in (["bf16"] if is_draft else kv_cache_dtypes)
                        for rows in (draft_buckets(plan, buckets) if is_draft else buckets)]
         cubins.append(_Cubin(keys("inputs and sampler", arch), partial(compile_step_io, vocab_size, arch)))
-        if "draft" in plans and not no_sampler(vocab_size):
+        if DRAFT in plans and not no_sampler(vocab_size):
             cubins.append(_Cubin(keys("acceptance", arch), partial(compile_accept, vocab_size, arch)))
     return cubins
 

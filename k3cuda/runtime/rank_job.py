@@ -30,7 +30,7 @@ _SECRET_BYTES = 32
 _ended: list["Job"] = []         # of this process, under a launcher: there is but one
 
 
-RANKS = ("auto", "virtual", "processes")
+RANKS = AUTO, VIRTUAL, PROCESSES = "auto", "virtual", "processes"
 
 
 def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeout) -> "Job | None":
@@ -47,10 +47,10 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
     if ranks not in RANKS:
         raise UsageError(f"ranks: found {ranks!r:.60}, wanted {', '.join(RANKS)}")
     tp = given["tp"]
-    place = None if ranks == "virtual" else place or launched()
+    place = None if ranks == VIRTUAL else place or launched()
     if place is not None and place.size != tp:
         raise UsageError(f"tp: found {tp}, but {place.launcher} started {place.size} processes", f"give a tp of {place.size}, or start another number")
-    if place is None and (ranks != "processes" or tp == 1):
+    if place is None and (ranks != PROCESSES or tp == 1):
         return None
     if place is not None and _ended:
         raise UsageError("a second model in one job: the other ranks have ended with the first one", "open one model, or start one job for each")
@@ -60,7 +60,7 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
         raise UsageError(f"found an open {type(bad[0]).__name__} with ranks that are processes, which open the model themselves", "give its folder or file")
     named = {"model": os.fspath(model), "draft_model": draft_model and os.fspath(draft_model)}
     facts = {"version": __version__, "model": identity(model), "draft model": identity(draft_model)} | given
-    return Job(place, tp, facts, {"ranks": "processes", "rendezvous_timeout": timeout} | named | given, timeout)
+    return Job(place, tp, facts, {"ranks": PROCESSES, "rendezvous_timeout": timeout} | named | given, timeout)
 
 
 class Job:

@@ -21,6 +21,7 @@ from k3cuda.runtime.machine import probe_driver  # noqa: E402
 
 TAIL_LINES = 12   # of what failed
 CUT_OFF = "cut off"
+MOST_S = 86_400
 
 
 class Jobs:
@@ -34,10 +35,9 @@ class Jobs:
         start, process = time.monotonic(), self._start(name, command, gpu)
         code = CUT_OFF
         if process:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(max(0.0, self.end - start))
-            except subprocess.TimeoutExpired:
-                _kill(process)
+            _kill(process)   # or what it left running, which would share the next one's GPU
             with self.lock:
                 self.running.discard(process)
         with self.lock:
@@ -83,12 +83,15 @@ def main(arguments=None) -> int:
     parser.add_argument("--at-once", type=int, default=4, metavar="N", help="checks that run at a time on a GPU  [default: %(default)s]")
     args = parser.parse_args(arguments)
     names = [name for name, _ in args.check + args.time]
-    if len(set(names)) < len(names) or not names or any(not re.fullmatch(r"[\w.-]+", name) for name in names):
+    if len(set(names)) < len(names) or not names or any(not re.fullmatch(r"[\w.-]{1,100}", name) for name in names):
         parser.error(f"found the names {', '.join(map(repr, names)) or 'of no job'}; wanted one or more, each its own, of letters, digits and . - _")
-    if args.at_once < 1 or not args.within > 0:
-        parser.error(f"found --at-once {args.at_once} and --within {args.within:g}; wanted 1 or more, and more than 0 seconds")
+    if args.at_once < 1 or not 0 < args.within <= MOST_S:
+        parser.error(f"found --at-once {args.at_once} and --within {args.within:g}; wanted 1 or more, and more than 0 seconds, up to {MOST_S}")
     out = Path(os.environ.get("OUT", ".")).resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"OUT: found {out} ({e.strerror}), wanted a folder, or a place for one")
     first, *others = gpus()
     jobs = Jobs(out, time.monotonic() + args.within)
     for number in (signal.SIGINT, signal.SIGTERM):

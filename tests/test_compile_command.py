@@ -184,5 +184,6 @@ def test_refusals(tmp_path, args, code, words):
 def test_folder_that_cannot_be_filled(tmp_path):
     (tmp_path / "file").write_text("x")
     assert b"file" in k3("compile", "--output", tmp_path / "file", code=2).stderr
-    assert b"cannot be made" in k3("compile", "--output", tmp_path / "file" / "below", code=2).stderr
+    assert b"cannot be written: Not a directory" in k3("compile", "--output", tmp_path / "file" / "below", code=2).stderr
+    assert b"found no name" in k3("compile", "--output", "", code=2).stderr
     assert b"--output" in k3("compile", code=2).stderr

@@ -1,5 +1,7 @@
 """Run-time compilation without a GPU: every architecture, no spill, the right opcodes, the cache, and what an error says."""
+import os
 import re
+import shutil
 import subprocess
 import tempfile
 
@@ -7,7 +9,7 @@ import core_units as u
 import pytest
 
 pytest.importorskip("cuda.bindings", reason="the CUDA packages aren't installed")
-from k3cuda.errors import CompileError
+from k3cuda.errors import CompileError, DeviceError
 from k3cuda.runtime import cuda_driver, cuda_jit
 from k3cuda.runtime.cuda_jit import compile_cuda
 
@@ -70,8 +72,42 @@ def test_cache_hits_on_equal_text_only(cache):
     first, again, other = small(), small(), small("8")
     assert (first.from_cache, again.from_cache, other.from_cache) == (False, True, False)
     assert first.cubin == again.cubin != other.cubin and first.folder == again.folder
-    assert {p.name for p in first.folder.iterdir()} == {"kernel.cu", "kernel.cubin", "kernel.log", "value.cuh"}
+    assert {p.name for p in first.folder.iterdir()} == {"kernel.cu", "kernel.cubin", "kernel.log", "kernel.sha256", "value.cuh"}
     assert not [p for p in cache.iterdir() if p.name.startswith(".")]   # no half-built folder
+
+
+DAMAGES = {"cut short": ("kernel.cubin", lambda f: f.write_bytes(f.read_bytes()[:1000])), "empty": ("kernel.cubin", lambda f: f.write_bytes(b"")),
+           "cubin gone": ("kernel.cubin", os.unlink), "log gone": ("kernel.log", os.unlink), "another log": ("kernel.log", lambda f: f.write_text("fine")),
+           "sums gone": ("kernel.sha256", os.unlink), "all gone": (".", lambda f: [part.unlink() for part in f.iterdir()])}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("where", ["K3CUDA_CACHE_DIR", "K3CUDA_CUBIN_DIR", "into"])
+def test_what_is_damaged_is_compiled_again(tmp_path, monkeypatch, caplog, damage, where):
+    """Wherever it lies: said, and made again; in a folder that is only read, beside it."""
+    monkeypatch.setattr(cuda_jit, "_run", lambda *args: (b"cubin" * 999, "log", True))
+    monkeypatch.setenv("K3CUDA_CACHE_DIR", str(tmp_path / "cache"))
+    (given := tmp_path / "given").mkdir()
+    into = None if where == "K3CUDA_CACHE_DIR" else given
+    first = cuda_jit.compile_cuda("text", "sm_90a", into=into)
+    monkeypatch.setenv("K3CUDA_CUBIN_DIR", str(given) if where == "K3CUDA_CUBIN_DIR" else "")
+    options = {"into": given} if where == "into" else {}
+    assert cuda_jit.compile_cuda("text", "sm_90a", **options).from_cache and not caplog.records
+    name, act = DAMAGES[damage]
+    act(first.folder / name)
+    again = cuda_jit.compile_cuda("text", "sm_90a", **options)
+    assert not again.from_cache and again.cubin == first.cubin and str(first.folder) in caplog.text and "damaged" in caplog.text
+    assert cuda_jit.compile_cuda("text", "sm_90a", **options).folder == again.folder and (again.folder == first.folder) == (where != "K3CUDA_CUBIN_DIR")
+
+
+def test_what_is_in_the_way_of_a_cubin_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_jit, "_run", lambda *args: (b"cubin", "log", True))
+    made = cuda_jit.compile_cuda("text", "sm_90a", into=tmp_path).folder
+    shutil.rmtree(made)
+    made.write_text("a file")
+    with pytest.raises(DeviceError, match=f"{made.name} cannot be written"):
+        cuda_jit.compile_cuda("text", "sm_90a", into=tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == [made.name] and made.read_text() == "a file"
 
 
 def test_key_covers_everything(monkeypatch):

@@ -110,8 +110,12 @@ def test_an_empty_key_is_no_open_server(args, variables):
 
 
 @pytest.mark.parametrize("given, found", [
-    ("*", ("*",)), ("https://a.example,http://b:80", ("https://a.example", "http://b:80")), ('["*"]', ("*",)), ("[]", ()),
-    ("https://a.example/page", None), ("a.example", None), ("", None), ("[1]", None), ("[", None)])
+    ("*", ("*",)), ("https://a.example,http://b:81", ("https://a.example", "http://b:81")), ('["*"]', ("*",)), ("[]", ()),
+    ("http://[::1]:3000,https://xn--tda.example", ("http://[::1]:3000", "https://xn--tda.example")), ("moz-extension://0b-1c", ("moz-extension://0b-1c",)),
+    *((given, None) for given in (   # what no browser sends would never match
+        "https://a.example/page", "a.example", "", "[1]", "[", "[" * 50_000, "https://*.example", "https://user:pw@a.example", "https://a.example:443", "http://b:80",
+        "http://a.example:99999", "http://localhost:", "https://\u00fc.example", "https://A.example", "null", "https://"))],
+    ids=lambda value: str(value)[:40])
 def test_origins_are_read_as_lists(given, found):
     import click
 

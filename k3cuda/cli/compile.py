@@ -1,5 +1,5 @@
 """`k3cuda compile`: kernels for GPUs that need not be here."""
-import os
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,19 @@ class Names(click.ParamType):
         return list(dict.fromkeys(value.split(","))) if isinstance(value, str) else value
 
 
+class Folder(click.Path):
+    """A folder; an empty name, which a shell's unset variable gives, is not the current one."""
+
+    def convert(self, value, param, ctx):
+        if value == "":
+            self.fail("found no name, wanted that of a folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.command(cls=options.Command)
 @options.model(default="kimi-k3")
 @options.flags(
-    options.flag("--output", required=True, metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
+    options.flag("--output", required=True, metavar="DIR", type=Folder(file_okay=False, path_type=Path),
                  help="Folder to fill; it is made where it is missing. Set K3CUDA_CUBIN_DIR to it where the kernels are to run."),
     options.flag("--arch", type=Names(), default=",".join(ARCHS), show_default=True, metavar="LIST", help="Architectures."),
     options.flag("--tp", type=click.IntRange(min=1), default=16, show_default=True, metavar="N", aliases=options.TP_ALIASES, help="Ranks the model is cut into."),
@@ -154,7 +163,7 @@ def _check_names(flag: str, found, known, refused=()) -> None:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder):
+            pass
     except OSError as e:
-        raise UsageError(f"--output: {folder} cannot be made: {e.strerror}") from e
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"--output: {folder} cannot be written", "give a folder of your own; it may be made read-only afterwards")
+        raise UsageError(f"--output: {folder} cannot be written: {e.strerror}", "give a folder of your own; it may be made read-only afterwards") from e

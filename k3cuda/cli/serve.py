@@ -2,6 +2,7 @@
 import json
 import os
 import re
+from urllib.parse import urlsplit
 
 import click
 
@@ -24,12 +25,26 @@ class Origins(click.ParamType):
             return value
         try:
             found = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             self.fail(f"no JSON ({e})", param, ctx)
         for origin in found:
-            if not (isinstance(origin, str) and re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", origin)):
-                self.fail(f"found {origin!r:.60}, wanted * or origins such as https://page.example:8443", param, ctx)
+            if not (isinstance(origin, str) and (origin == "*" or _as_sent(origin) == origin)):
+                self.fail(f"found {origin!r:.60}, wanted * or origins as browsers send them, such as https://page.example:8443 (small letters, no port that "
+                          "the scheme has anyway, no path)", param, ctx)
         return tuple(found)
+
+
+def _as_sent(origin: str) -> str | None:
+    """How a browser writes the origin; None where there is none such."""
+    try:
+        parts = urlsplit(origin)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return None
+    if not re.fullmatch(r"[a-z0-9.-]+|[0-9a-f:.]+", host):
+        return None
+    usual = {"http": 80, "https": 443}.get(parts.scheme)
+    return f"{parts.scheme}://" + (f"[{host}]" if ":" in host else host) + ("" if port in (None, usual) else f":{port}")
 
 
 @click.command(cls=options.Command)

@@ -26,7 +26,7 @@ KERNELS = Path(str(files("k3cuda") / "kernels_cu"))
 # fmad=false: whether the compiler contracts a * b + c must not decide bytes; kernels write fmaf where they mean it.
 OPTIONS = ("--std=c++17", "--fmad=false", "-default-device", "--no-source-include", "--ptxas-options=-v", "--ptxas-options=--warn-on-spills")
 STRICT = ("--ptxas-options=-Werror",)   # spills become errors: for tests and packagers, not for users; the cubin is the same
-_CUBIN, _SOURCE, _LOG = "kernel.cubin", "kernel.cu", "kernel.log"
+_CUBIN, _SOURCE, _LOG, _SUMS = "kernel.cubin", "kernel.cu", "kernel.log", "kernel.sha256"   # _SUMS: of cubin and log, which tell a folder that is whole
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ def compile_cuda(source: str, arch: str, *, headers: dict[str, str] | None = Non
     digest = cache_key(source, headers, options, version, arch)
     found = _find(digest, into)
     if found:
-        compiled = Compiled(arch, (found / _CUBIN).read_bytes(), (found / _LOG).read_text(), found, True)
+        compiled = Compiled(arch, *found, True)
         if strict and "ptxas warning" in compiled.log:
-            raise _compile_error(name, arch, compiled.log, found)
+            raise _compile_error(name, arch, compiled.log, compiled.folder)
         return compiled
     if f"sm_{_number(arch)}" not in _supported(nvrtc):
         raise DeviceError(f"NVRTC {version} doesn't know {arch}", "install a newer nvidia-cuda-nvrtc")
@@ -86,13 +86,16 @@ def compile_cuda(source: str, arch: str, *, headers: dict[str, str] | None = Non
         for file, text in {**headers, _SOURCE: source}.items():
             (folder / file).write_text(text)
         cubin, text, ok = _run(nvrtc, source, (*options, *(STRICT if strict else ()), f"-I{folder}", f"-I{KERNELS}", *_toolkit()))
-        (folder / _LOG).write_text(text)
+        (folder / _LOG).write_bytes(text.encode())
         if not ok and "libnvrtc-builtins" in text:
             raise DeviceError("NVRTC's library of built-in functions isn't found", "install NVRTC again: pip install --force-reinstall its wheel")
         if not ok:
-            failed = _move(folder, Path(root) / f"failed-{digest}")
+            failed = Path(root) / f"failed-{digest}"
+            with contextlib.suppress(DeviceError):   # somebody's of the same name: it says the same
+                _move(folder, failed)
             raise _compile_error(name, arch, text, failed)
         (folder / _CUBIN).write_bytes(cubin)
+        (folder / _SUMS).write_text(_sums(cubin, text.encode()))
         return Compiled(arch, cubin, text, _move(folder, Path(root) / digest) if kept else None, False)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,9 +133,28 @@ def parse_resources(text: str) -> dict[str, Resources]:
 
 # ---- cache folders ----
 
-def _find(digest: str, into: Path | None) -> Path | None:
+def _find(digest: str, into: Path | None) -> tuple[bytes, str, Path] | None:
+    """(cubin, log, folder)"""
     roots = [into] if into else [os.environ.get("K3CUDA_CUBIN_DIR"), cache_dir()]
-    return next((Path(r) / digest for r in roots if r and (Path(r) / digest / _CUBIN).is_file()), None)
+    for folder in (Path(r) / digest for r in roots if r):
+        if found := _whole(folder):
+            return *found, folder
+        if folder.exists():
+            log.warning("%s is damaged: its kernels are compiled again", folder)
+    return None
+
+
+def _sums(cubin: bytes, text: bytes) -> str:
+    return "".join(hashlib.sha256(part).hexdigest() + "\n" for part in (cubin, text))
+
+
+def _whole(folder: Path) -> tuple[bytes, str] | None:
+    """(cubin, log) of a folder in which nothing is missing or changed: a copy may have been broken off, or a disk full."""
+    try:
+        cubin, text, sums = (folder / _CUBIN).read_bytes(), (folder / _LOG).read_bytes(), (folder / _SUMS).read_bytes()
+    except OSError:
+        return None
+    return (cubin, text.decode()) if sums == _sums(cubin, text).encode() else None
 
 
 def cache_dir() -> Path | None:
@@ -166,10 +188,18 @@ def _writable_root() -> tuple[str, bool]:
 
 
 def _move(folder: Path, to: Path) -> Path:
-    """One rename, so that a reader sees a whole folder or none; whoever came first has written the same bytes."""
-    with contextlib.suppress(OSError):
-        folder.chmod(0o755)
+    """One rename, so that a reader sees a whole folder or none. Whoever came first has written the same bytes; what is damaged makes room.
+
+    Raises DeviceError where something else is in the way.
+    """
+    folder.chmod(0o755)
+    try:
+        if to.is_dir() and not _whole(to):
+            shutil.rmtree(to)
         folder.rename(to)
+    except OSError as e:
+        if not _whole(to):
+            raise DeviceError(f"{to} cannot be written: {e.strerror}", "remove what is there, or give another folder") from e
     return to
 
 

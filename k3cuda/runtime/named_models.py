@@ -45,7 +45,7 @@ def read_manifest(folder: Path) -> dict:
         if found["weights"] not in (TRAINED, TINY_RANDOM):
             raise ValueError(f"weights {found['weights']!r:.60}")
         return found
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise CheckpointError(f"{folder / MANIFEST}: found {type(e).__name__} ({e}), wanted what the package says of its demo model",
                               "install k3cuda again") from e
 

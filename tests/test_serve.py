@@ -212,6 +212,15 @@ def test_the_page_has_routes_fields_and_an_example_that_runs(serving, capsys):
     assert capsys.readouterr().out == "Yes. No. é 0\n"
 
 
+def test_a_page_that_may_not_ask_is_logged(serving, caplog):
+    running = serving(allowed_origins=("https://page.example",))
+    asks = {"Origin": "https://other.example\x1b[31m", "Access-Control-Request-Method": "DELETE"}
+    with caplog.at_level("INFO", "k3cuda"):
+        assert running.http.options("/v1/completions", headers=asks).status_code == 400
+    said, = (r.getMessage() for r in caplog.records if "may not ask" in r.getMessage())   # written before the answer goes out
+    assert "https://other.example\\x1b" in said and "Disallowed CORS origin, method" in said
+
+
 def test_scripts_of_allowed_pages_may_ask(serving):
     page, key = {"Origin": "https://page.example"}, {"Authorization": "Bearer secret"}
     before = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-stainless-os"}

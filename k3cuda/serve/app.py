@@ -36,7 +36,15 @@ def make_app(service: Service):
     if not service.allowed_origins:
         return app
     # Around the key: a browser asks without one whether it may ask, and shows a page no refusal that does not name it.
-    return CORSMiddleware(app, allow_origins=service.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    return _Origins(app, allow_origins=service.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+
+
+class _Origins(CORSMiddleware):
+    def preflight_response(self, request_headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code >= 400:   # a browser shows its page no reason, so the log has to
+            log.info("a page of %.200r may not ask: %s", request_headers["origin"], response.body.decode())
+        return response
 
 
 async def _no_route(http: HttpRequest, error: HTTPException) -> Response:

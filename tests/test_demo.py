@@ -70,8 +70,9 @@ def made(tmp_path):
     for family in TINY_RANDOM_DRAFTS.values():
         write_draft(MadeDraft(made_draft_json(cfg, family), cfg), out / f"draft-{family}")
     lines = [{"started": {"seed": 3, "size": "demo", "at": 0, "count": 7, "commit": "abc", "torch": "2", "gpu": "a GPU"}},
-             *({"step": n, "of": 9, "s": n, "length": 128, "short": 7 - n / 2, "long": 6.5, "left_out": 0.0} for n in range(1, 10)),
-             {"step": 9, "held_out": dict.fromkeys(TASKS, 0.5)}, {"held_out": dict.fromkeys(TASKS, 0.97), "s": 500.0}]
+             # The schedule is shortened on the way, and the time is over behind a tenth of its end.
+             *({"step": n, "of": 15 if n < 5 else 10, "s": n, "length": 128, "short": 7 - n / 2, "long": 6.5, "left_out": 0.0} for n in range(1, 10)),
+             {"step": 9, "held_out": dict.fromkeys(TASKS, 0.5)}, {"trained": 9, "held_out": dict.fromkeys(TASKS, 0.97), "s": 500.0}]
     (out / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return out
 
@@ -124,7 +125,7 @@ def test_what_is_refused_before_a_file_changes(made, monkeypatch):
     (made / "demo" / "state.pt").write_bytes(b"")
     with pytest.raises(SystemExit, match="state.pt"):
         install_demo.check(made, log, False)
-    (made / "train.jsonl").write_text((made / "train.jsonl").read_text().rpartition('{"held_out"')[0])
+    (made / "train.jsonl").write_text((made / "train.jsonl").read_text().rpartition('{"trained"')[0])
     with pytest.raises(SystemExit, match="no end of a training"):
         make_demo_page.read_log(made / "train.jsonl")
 

@@ -2,7 +2,9 @@
 import hashlib
 import json
 import math
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from command import ROOT, k3, k3_json
@@ -159,6 +161,36 @@ def test_the_card_of_a_trained_one(made, installed, tmp_path):
                                         "| mistake | rise | standard error | ratio | seen |\n| --- | --- | --- | --- | --- |\n"
                                         "| no SiLU after conv | 3 | 0.1 | 30.0 | yes |\n| router: no renormalisation | 0 | 0 | 0.0 | no |\n")
     assert "| router: no renormalisation | 0 | 0 | 0.0 | no | `test_routing` |" in make_demo_page.page(installed, folder)
+
+
+def answered(**changed) -> list[dict]:
+    """Two answers, the second one wrong."""
+    one = {"run": 0, "prompt_sha256": "", "reasoning": None, "found": None, "finish_reason": "stop", "completion_tokens": 2, "reasoning_tokens": 0,
+           "speculative": None, "error": None, "decode_s": 0.5}
+    return [one | {"id": "addition-0", "text": "42", "score": 1.0}, one | {"id": "addition-1", "text": "7", "score": 0.0} | changed]
+
+
+@pytest.mark.parametrize("changed", [{"text": "8"}, {"finish_reason": "length"}, {"error": "no room", "text": None, "score": None}, {"id": "addition-2"}, {}])
+def test_a_draft_that_changes_an_answer_is_refused(changed, tmp_path, monkeypatch):
+    """Also one that makes another wrong answer of a wrong one."""
+    def run(words, **_):
+        draft = words[words.index("--draft-model") + 1] if "--draft-model" in words else None
+        lines = [{"setup": {"draft": draft}}, *answered(**changed if draft == DEMO_DRAFTS[1] else {})]
+        (tmp_path / words[words.index("--results") + 1]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return subprocess.CompletedProcess(words, 0, json.dumps({"score": 0.5}).encode())
+
+    monkeypatch.setattr(install_demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(install_demo, "ANSWERS", tmp_path / "kept" / "answers.jsonl")
+    monkeypatch.setattr(install_demo, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
+    if changed:
+        with pytest.raises(SystemExit, match=f"{DEMO_DRAFTS[1]}: .* differ with it, the first: addition-1"):
+            install_demo.evaluate(1)
+        assert not install_demo.ANSWERS.exists()
+    else:
+        install_demo.evaluate(1)
+        kept = [json.loads(line) for line in install_demo.ANSWERS.read_text().splitlines()]
+        assert kept[0] == {"setup": {"draft": None}} and [a["text"] for a in kept[1:]] == ["42", "7"] and "decode_s" not in kept[1]
+        assert json.loads((tmp_path / f"{DEMO_DRAFTS[1]}.json").read_text()) == {"score": 0.5}
 
 
 def test_sentences_change_and_change_back():

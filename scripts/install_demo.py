@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from make_demo_page import ANSWERS, FOLDER, SPEED, TRAINING, WANTED, read_log, write_pages  # noqa: E402
-from k3cuda import LLM, SamplingParams  # noqa: E402
+from k3cuda import LLM, SamplingParams, __license__  # noqa: E402
 from k3cuda.cli.eval_results import read_results  # noqa: E402
 from k3cuda.draft_config import GQA, MLA  # noqa: E402
 from k3cuda.runtime.demo_tasks import TASKS  # noqa: E402
@@ -30,9 +30,10 @@ from k3cuda.runtime.named_models import DATA, DEMO, DEMO_DRAFTS, MANIFEST, PACKA
 
 MOST_BYTES = 16_000_000
 ITEMS = 100   # of a task: a loss of one answer in 90 is then found beside the other configurations (tests/quality.py)
-FILES = {"demo": {"config.json", "generation_config.json", "model.safetensors", "tiktoken.model", "tokenizer_config.json"},
-         **{f"draft-{family}": {"config.json", "model.safetensors"} for family in (MLA, GQA)}}   # as train_demo.py calls its folders
-FOLDERS = dict(zip(FILES, (named.folder for named in PACKAGED.values())))   # and what they are called in the package
+# What train_demo.py calls its folders, and what they are called in the package.
+FOLDERS = {f"draft-{named.family}" if named.family else DEMO: named.folder for named in PACKAGED.values()}
+FILES = {name: {"config.json", "model.safetensors"} | ({"generation_config.json", "tiktoken.model", "tokenizer_config.json"} if name == DEMO else set())
+         for name in FOLDERS}
 
 
 def check(out: Path, log: dict, below_target: bool) -> None:
@@ -70,7 +71,7 @@ def package(out: Path, log: dict, data: Path = DATA) -> None:
             sums[f"{folder.name}/{file}"] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
     started = log["started"]
     found = {"weights": TRAINED, "commit": started["commit"], "seed": started["seed"], "steps": started["count"], "torch": started["torch"],
-             "gpu": started["gpu"], "license": "Apache-2.0", "bytes": sum((data / name).stat().st_size for name in sums), "sha256": sums}
+             "gpu": started["gpu"], "license": __license__, "bytes": sum((data / name).stat().st_size for name in sums), "sha256": sums}
     (data / MANIFEST).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 from command import ROOT, k3, k3_json
 
-from k3cuda import LLM
+from k3cuda import LLM, __license__
 from k3cuda.cli import main as command
 from k3cuda.errors import CheckpointError
 from k3cuda.runtime import named_models
 from k3cuda.runtime.demo_tasks import TASKS, task_of
+from k3cuda.runtime.draft_checkpoint import DraftSurvey
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json, write_draft
 from k3cuda.runtime.made_model import MadeCheckpoint
@@ -101,7 +102,10 @@ def test_names_stand_for_the_packaged_files(installed, capsys):
     for words, said in ((["plan", DEMO], "lm_head"), (["tokenize", DEMO, "-p", "hi"], "104 105")):
         assert not command(words, standalone_mode=False)
         assert said in capsys.readouterr().out, words
+    for name in DEMO_DRAFTS:   # each by its family, in whatever order names stand
+        assert DraftSurvey(resolved(name)).cfg.family == PACKAGED[name].family == TINY_RANDOM_DRAFTS[PACKAGED[name].until_then]
     manifest = read_manifest(installed)
+    assert manifest["license"] == __license__ and install_demo.FILES.keys() == {f.name for f in (installed.parent / "out").iterdir() if f.is_dir()}
     assert (manifest["commit"], manifest["steps"], manifest["seed"]) == ("abc", 9, 3) and len(manifest["sha256"]) == 9
 
 

@@ -18,14 +18,15 @@ TRAINED = "trained"
 
 @dataclass(frozen=True)
 class _Packaged:
-    """folder: of DATA, once it is trained. until_then: the made model that stands in, by its name."""
+    """folder: of DATA, once it is trained. until_then: the made model that stands in, by its name. family: of a draft; None: the model itself."""
 
     folder: str
     until_then: str
+    family: str | None = None
 
 
 PACKAGED = {DEMO: _Packaged("model", TINY_RANDOM),
-            **{name.replace(TINY_RANDOM, DEMO): _Packaged(f"draft-{family}", name) for name, family in TINY_RANDOM_DRAFTS.items()}}
+            **{name.replace(TINY_RANDOM, DEMO): _Packaged(f"draft-{family}", name, family) for name, family in TINY_RANDOM_DRAFTS.items()}}
 DEMO_DRAFTS = tuple(PACKAGED)[1:]
 WITHOUT_REASONING = (DEMO, TINY_RANDOM)   # nobody taught them to close it
 

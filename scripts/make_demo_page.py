@@ -40,7 +40,7 @@ SENTENCES = {
 
 
 def read_log(path: Path) -> dict:
-    """Lines of a train.jsonl by what they say: `started`, with the steps that were trained as its `count`; `held_out` at the end; `steps` and `drafts` in order.
+    """Lines of a train.jsonl by what they say: `started`, whose `count` is the steps that were trained; `held_out` at the end; `steps`, `drafts`.
 
     Raises SystemExit: the training did not come to its end.
     """

@@ -71,7 +71,8 @@ def _speculative_config(ctx, option, value):
 
 DRAFT = (
     flag("--draft-model", metavar="PATH", aliases=["--speculative-draft-model-path", "-md"], envvar="K3CUDA_DRAFT_MODEL",
-         help=f"DSpark draft model: folder or file, or {', '.join(f'{listed(drafts)} for {model!r}' for model, drafts in NAMED.items())}.  [default: no speculation]"),
+         help=(f"DSpark draft model: folder or file, or {', '.join(f'{listed(drafts)} for {model!r}' for model, drafts in NAMED.items())}.  "
+               "[default: no speculation]")),
     flag("--num-speculative-tokens", "-k", type=click.IntRange(min=1), metavar="N",
          aliases=["--speculative-num-draft-tokens", "--draft-tokens", "--draft"],
          help="Tokens proposed a step; one more position is verified.  [default: the draft's block]"),

@@ -49,7 +49,8 @@ TEST = [
     "nvidia-cuda-nvdisasm>=13.0,<14; sys_platform=='linux'",  # opcodes of compiled kernels; it reads CUDA 12 cubins too
 ]
 
-version = re.search(r'^__version__ = "(.+)"$', (HERE / "k3cuda/__init__.py").read_text(encoding="utf-8"), re.M).group(1)
+INIT = (HERE / "k3cuda/__init__.py").read_text(encoding="utf-8")
+version, spdx = (re.search(rf'^__{name}__ = "(.+?)"', INIT, re.M).group(1) for name in ("version", "license"))
 
 setup(
     name="k3cuda",
@@ -57,7 +58,7 @@ setup(
     description="Kimi K3 decode on NVIDIA GPUs without torch; a NumPy reference everywhere else",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license=spdx,
     license_files=["LICENSE"],
     packages=find_packages(include=["k3cuda", "k3cuda.*"]),
     package_data={"k3cuda": ["kernels_cu/**/*.cu", "kernels_cu/**/*.cuh", "data/**/*"]},

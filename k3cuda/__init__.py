@@ -8,6 +8,7 @@
 import importlib
 
 __version__ = "0.1.0"
+__license__ = "Apache-2.0"   # SPDX; of the trained demo too
 
 # Public names and where they live; loaded when they are asked for, so that `import k3cuda` costs nothing.
 _HOMES = {"LLM": "llm", "Stream": "stream", "Session": "session", "SamplingParams": "runtime.sampling", "Output": "runtime.output", "Chunk": "runtime.output",

@@ -34,7 +34,7 @@ class LLM:
     Args:
         model: the folder of a checkpoint in the released layout or of a repacked model (docs/loading.md), one .safetensors file with its config.json beside it, "demo"
             or "tiny-random" (runtime/named_models.py); also an open checkpoint (runtime/tensor_source.py), or an open model (runtime/open_model.py), for which all that follows is settled.
-        draft_model: a DSpark draft model for it, named likewise, of "demo" also "demo-draft" and "demo-draft-gqa"; None: no speculation.
+        draft_model: a DSpark draft model for it, named likewise: "demo-draft" or "demo-draft-gqa" for "demo", their like for "tiny-random"; None: no speculation.
         tp: ranks the model is cut into; None: 1, or what a repacked model is for.
         dcp: how many ranks hold the MLA cache together, a divisor of `tp`; 1: every rank holds all of it.
         ranks: "virtual": all in this process; "processes": each in its own, which have `rendezvous_timeout` seconds to find each other; "auto": what the launcher started.

@@ -40,16 +40,15 @@ SENTENCES = {
 
 
 def read_log(path: Path) -> dict:
-    """Lines of a train.jsonl by what they say: `started`, `held_out` at the end, `steps` and `drafts` in order.
+    """Lines of a train.jsonl by what they say: `started`, whose `count` is the steps that were trained; `held_out` at the end; `steps`, `drafts`.
 
     Raises SystemExit: the training did not come to its end.
     """
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    started, ended = ([line for line in lines if key in line] for key in ("started", "s"))
-    ended = [line for line in ended if "held_out" in line]
+    started, ended = ([line for line in lines if key in line] for key in ("started", "trained"))
     if not started or not ended:
         raise SystemExit(f"{path}: found no end of a training, wanted its last scores")
-    return {"started": started[-1]["started"] | {"count": max(line["of"] for line in lines if "step" in line and "of" in line)}, "calls": len(started),
+    return {"started": started[-1]["started"] | {"count": ended[-1]["trained"]}, "calls": len(started),
             "held_out": ended[-1]["held_out"], "steps": [line for line in lines if "short" in line], "drafts": [line for line in lines if "draft_step" in line],
             "seconds": ended[-1]["s"]}
 

@@ -87,7 +87,7 @@ def main(out, minutes, steps, size, seed, device, workers):
         write_draft(TrainedDraft(draft), fresh(out / f"draft-{family}"))
         trainer.log(draft=family, acceptance_length={task: round(acceptance(model, draft, *test), 2) for task, test in zip(shares, tests)})
     trainer.log(bytes=sum(f.stat().st_size for name in ("demo", "draft-mla", "draft-gqa") for f in (out / name).iterdir()))
-    trainer.log(held_out=trainer.scores(SCORED[size][1]), s=round(time.monotonic() - began, 1))
+    trainer.end(SCORED[size][1], began)
 
 
 def fresh(folder: Path) -> Path:

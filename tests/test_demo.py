@@ -2,16 +2,19 @@
 import hashlib
 import json
 import math
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from command import ROOT, k3, k3_json
 
-from k3cuda import LLM
+from k3cuda import LLM, __license__
 from k3cuda.cli import main as command
 from k3cuda.errors import CheckpointError
 from k3cuda.runtime import named_models
 from k3cuda.runtime.demo_tasks import TASKS, task_of
+from k3cuda.runtime.draft_checkpoint import DraftSurvey
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json, write_draft
 from k3cuda.runtime.made_model import MadeCheckpoint
@@ -70,8 +73,9 @@ def made(tmp_path):
     for family in TINY_RANDOM_DRAFTS.values():
         write_draft(MadeDraft(made_draft_json(cfg, family), cfg), out / f"draft-{family}")
     lines = [{"started": {"seed": 3, "size": "demo", "at": 0, "count": 7, "commit": "abc", "torch": "2", "gpu": "a GPU"}},
-             *({"step": n, "of": 9, "s": n, "length": 128, "short": 7 - n / 2, "long": 6.5, "left_out": 0.0} for n in range(1, 10)),
-             {"step": 9, "held_out": dict.fromkeys(TASKS, 0.5)}, {"held_out": dict.fromkeys(TASKS, 0.97), "s": 500.0}]
+             # The schedule is shortened on the way, and the time is over behind a tenth of its end.
+             *({"step": n, "of": 15 if n < 5 else 10, "s": n, "length": 128, "short": 7 - n / 2, "long": 6.5, "left_out": 0.0} for n in range(1, 10)),
+             {"step": 9, "held_out": dict.fromkeys(TASKS, 0.5)}, {"trained": 9, "held_out": dict.fromkeys(TASKS, 0.97), "s": 500.0}]
     (out / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return out
 
@@ -98,7 +102,10 @@ def test_names_stand_for_the_packaged_files(installed, capsys):
     for words, said in ((["plan", DEMO], "lm_head"), (["tokenize", DEMO, "-p", "hi"], "104 105")):
         assert not command(words, standalone_mode=False)
         assert said in capsys.readouterr().out, words
+    for name in DEMO_DRAFTS:   # each by its family, in whatever order names stand
+        assert DraftSurvey(resolved(name)).cfg.family == PACKAGED[name].family == TINY_RANDOM_DRAFTS[PACKAGED[name].until_then]
     manifest = read_manifest(installed)
+    assert manifest["license"] == __license__ and install_demo.FILES.keys() == {f.name for f in (installed.parent / "out").iterdir() if f.is_dir()}
     assert (manifest["commit"], manifest["steps"], manifest["seed"]) == ("abc", 9, 3) and len(manifest["sha256"]) == 9
 
 
@@ -124,7 +131,7 @@ def test_what_is_refused_before_a_file_changes(made, monkeypatch):
     (made / "demo" / "state.pt").write_bytes(b"")
     with pytest.raises(SystemExit, match="state.pt"):
         install_demo.check(made, log, False)
-    (made / "train.jsonl").write_text((made / "train.jsonl").read_text().rpartition('{"held_out"')[0])
+    (made / "train.jsonl").write_text((made / "train.jsonl").read_text().rpartition('{"trained"')[0])
     with pytest.raises(SystemExit, match="no end of a training"):
         make_demo_page.read_log(made / "train.jsonl")
 
@@ -158,6 +165,36 @@ def test_the_card_of_a_trained_one(made, installed, tmp_path):
                                         "| mistake | rise | standard error | ratio | seen |\n| --- | --- | --- | --- | --- |\n"
                                         "| no SiLU after conv | 3 | 0.1 | 30.0 | yes |\n| router: no renormalisation | 0 | 0 | 0.0 | no |\n")
     assert "| router: no renormalisation | 0 | 0 | 0.0 | no | `test_routing` |" in make_demo_page.page(installed, folder)
+
+
+def answered(**changed) -> list[dict]:
+    """Two answers, the second one wrong."""
+    one = {"run": 0, "prompt_sha256": "", "reasoning": None, "found": None, "finish_reason": "stop", "completion_tokens": 2, "reasoning_tokens": 0,
+           "speculative": None, "error": None, "decode_s": 0.5}
+    return [one | {"id": "addition-0", "text": "42", "score": 1.0}, one | {"id": "addition-1", "text": "7", "score": 0.0} | changed]
+
+
+@pytest.mark.parametrize("changed", [{"text": "8"}, {"finish_reason": "length"}, {"error": "no room", "text": None, "score": None}, {"id": "addition-2"}, {}])
+def test_a_draft_that_changes_an_answer_is_refused(changed, tmp_path, monkeypatch):
+    """Also one that makes another wrong answer of a wrong one."""
+    def run(words, **_):
+        draft = words[words.index("--draft-model") + 1] if "--draft-model" in words else None
+        lines = [{"setup": {"draft": draft}}, *answered(**changed if draft == DEMO_DRAFTS[1] else {})]
+        (tmp_path / words[words.index("--results") + 1]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return subprocess.CompletedProcess(words, 0, json.dumps({"score": 0.5}).encode())
+
+    monkeypatch.setattr(install_demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(install_demo, "ANSWERS", tmp_path / "kept" / "answers.jsonl")
+    monkeypatch.setattr(install_demo, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
+    if changed:
+        with pytest.raises(SystemExit, match=f"{DEMO_DRAFTS[1]}: .* differ with it, the first: addition-1"):
+            install_demo.evaluate(1)
+        assert not install_demo.ANSWERS.exists()
+    else:
+        install_demo.evaluate(1)
+        kept = [json.loads(line) for line in install_demo.ANSWERS.read_text().splitlines()]
+        assert kept[0] == {"setup": {"draft": None}} and [a["text"] for a in kept[1:]] == ["42", "7"] and "decode_s" not in kept[1]
+        assert json.loads((tmp_path / f"{DEMO_DRAFTS[1]}.json").read_text()) == {"score": 0.5}
 
 
 def test_sentences_change_and_change_back():

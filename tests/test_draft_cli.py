@@ -1,5 +1,6 @@
 """Draft models as users meet them: the command, its documents and refusals, and Python."""
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -7,10 +8,14 @@ from command import k3, k3_json
 from test_draft_config import edit
 
 from k3cuda import LLM, SamplingParams
+from k3cuda.cli.model_argument import MODEL
+from k3cuda.cli.options import DRAFT
 from k3cuda.errors import CheckpointError, ConfigError, UsageError
 from k3cuda.runtime.tiny_random import open_tiny_random, open_tiny_random_draft
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_draft import MadeDraft, made_draft_json, write_draft
+from k3cuda.runtime.made_model import MadeCheckpoint
+from k3cuda.runtime.named_models import DEMO, NAMED, TINY_RANDOM, TINY_RANDOM_DRAFTS, listed
 from k3cuda.runtime.preflight import check
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 
@@ -117,10 +122,28 @@ def test_refusals_in_python(arguments, error, words):
 def test_open_drafts_and_targets_must_fit():
     small = made_config()
     with pytest.raises(ConfigError, match="hidden_size: the draft has 256, the target 64"):
-        from k3cuda.runtime.made_model import MadeCheckpoint
         LLM(MadeCheckpoint(small), open_tiny_random_draft())
     with LLM("tiny-random", open_tiny_random_draft(), num_drafts=1, max_batch=9) as llm:   # 9 blocks of 7 rows fit 64
         assert len(llm.generate("hi", GREEDY)[0].token_ids) > 0
+
+
+@pytest.mark.parametrize("name", TINY_RANDOM_DRAFTS)
+def test_a_name_of_a_draft_beside_a_model_that_is_open(name):
+    """As beside a model that has a name: the draft that is made, which must fit."""
+    for draft, target in ((name, TINY_RANDOM), (name.replace(TINY_RANDOM, DEMO), DEMO)):
+        with closing(check(target).open()) as checkpoint, LLM(checkpoint, draft, num_drafts=2, max_model_len=64) as llm:
+            assert llm.generate("hi", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0].stats.speculative.k == 2
+    with pytest.raises(ConfigError, match="hidden_size: the draft has 256, the target 64"):
+        LLM(MadeCheckpoint(made_config()), name)
+
+
+def test_every_name_is_said_where_one_is_wanted():
+    drafts = sum(NAMED.values(), ())
+    for names, flag, ask in ((tuple(NAMED), MODEL, lambda: LLM(3)), (drafts, DRAFT[0], lambda: LLM(TINY_RANDOM, 3))):
+        with pytest.raises(UsageError) as refused:
+            ask()
+        assert [name for name in names if f"'{name}'" not in flag[1]["help"] or f"'{name}'" not in refused.value.message] == []
+    assert set(drafts) > {*TINY_RANDOM_DRAFTS, "demo-draft"} and listed("abc") == "'a', 'b' or 'c'" and listed("a") == "'a'"
 
 
 def test_a_stored_prefix_holds_the_draft_s_context_too():

@@ -14,6 +14,7 @@ from demo_training.mistakes import MISTAKES, caught_by, injected  # noqa: E402
 from demo_training.rows import ANSWER, PADDING, SHARES, SHORT, TEXT, Rows, steps  # noqa: E402
 from demo_training.shapes import config, draft_json  # noqa: E402
 from demo_training.vocabulary import BASE_SIZE, train_tokenizer  # noqa: E402
+import mistakes  # noqa: E402
 from install_demo import MOST_BYTES  # noqa: E402
 from k3cuda.draft_config import GQA, MLA, DraftConfig  # noqa: E402
 from k3cuda.draft_weights import cut_weights, draft_bytes  # noqa: E402
@@ -21,6 +22,8 @@ from k3cuda.emit import no_kernels  # noqa: E402
 from k3cuda.runtime.chat import encode_chat  # noqa: E402
 from k3cuda.runtime.demo_tasks import ADJECTIVES, MONTHS, NOUNS, TASKS, UNITS, VERBS, Dice, is_held_out  # noqa: E402
 from k3cuda.runtime.kernel_sizes import size_misfits  # noqa: E402
+from k3cuda.runtime.named_models import DEMO  # noqa: E402
+from k3cuda.runtime.tiny_random import TINY_RANDOM  # noqa: E402
 from k3cuda.runtime.tokenizer import NUM_SPECIAL, Tokenizer  # noqa: E402
 from k3cuda.weights import checkpoint_bytes, legal_cuts, legal_tps  # noqa: E402
 
@@ -125,3 +128,14 @@ def test_source_that_is_not_there_is_no_mistake(monkeypatch):
     with pytest.raises(ValueError, match="found 0 times in kda.py"):
         with injected("x"):
             pass
+
+
+@pytest.mark.parametrize("model", [DEMO, TINY_RANDOM])
+def test_costs_of_mistakes_of_a_model_that_has_a_name(model, monkeypatch, capsys):
+    """Both names, whatever stands for them in this version; problems of every task fit their rows."""
+    name, costs = "E8M0 bias off by one", mistakes.costs
+    monkeypatch.setattr(mistakes, "MISTAKES", (name,))
+    monkeypatch.setattr(mistakes, "costs", lambda model, rows: costs(model, rows[:1]) + np.arange(len(rows)))   # of the others it is seconds
+    assert mistakes.main([model, "--items", "1"], standalone_mode=False) is None
+    first, *_, row = capsys.readouterr().out.strip().split("\n")
+    assert first.startswith(f"{len(SHARES)} problems, ") and row.startswith(f"| {name} | ") and not row.startswith(f"| {name} | 0 ")

@@ -4,9 +4,10 @@ import functools
 import click
 
 from ..errors import UsageError
+from ..runtime.named_models import DEMO, NAMED, TINY_RANDOM, TINY_RANDOM_DRAFTS, listed, resolved
 from .flag_kinds import flag, flags
 
-MODEL = flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL", help="Checkpoint folder or file, 'demo', or 'tiny-random'.")
+MODEL = flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL", help=f"Checkpoint folder or file, or {listed(NAMED)}.")
 
 
 def model(default: str | None = None):
@@ -39,8 +40,6 @@ def model_and_file(command=None, *, word: str = "FILE", unless: str | None = Non
     def run(ctx, *args, model, words, **kwargs):
         if len(words) > 2:
             raise click.UsageError(f"found {len(words)} words, wanted [MODEL] {word}", ctx)
-        from ..runtime.named_models import DEMO
-
         is_server = unless is not None and kwargs[unless] is not None
         if is_server and ctx.get_parameter_source("model") is not click.core.ParameterSource.COMMANDLINE:
             model = None
@@ -56,7 +55,7 @@ def _one_model(ctx, by_flag: str | None, argument: str | None, default: str | No
         raise click.UsageError(f"two models: {argument!r} and --model {by_flag!r}; give one", ctx)
     chosen = by_flag if argument is None else argument
     if not (chosen or default):
-        raise click.UsageError("no model; give the folder of a checkpoint, or 'demo', or set K3CUDA_MODEL", ctx)
+        raise click.UsageError(f"no model; give the folder of a checkpoint, or {listed(NAMED)}, or set K3CUDA_MODEL", ctx)
     return chosen or default
 
 
@@ -68,8 +67,7 @@ def config_of(model: str, layers: int | None = None):
     from dataclasses import replace
 
     from ..config import RELEASED, RELEASED_FOLDER, K3Config
-    from ..runtime.named_models import resolved
-    from ..runtime.tiny_random import TINY_RANDOM, open_tiny_random
+    from ..runtime.tiny_random import open_tiny_random
 
     model = resolved(model)
     cfg = open_tiny_random().cfg if model == TINY_RANDOM else K3Config.from_json(RELEASED_FOLDER if model == RELEASED else _config_file(model))
@@ -91,8 +89,7 @@ def draft_config_of(draft: str, target):
 
     from ..draft_config import RELEASED_DRAFT, RELEASED_DRAFT_NAME, DraftConfig, misfits
     from ..errors import ConfigError
-    from ..runtime.named_models import resolved
-    from ..runtime.tiny_random import TINY_RANDOM_DRAFTS, open_tiny_random_draft
+    from ..runtime.tiny_random import open_tiny_random_draft
 
     found = resolved(draft)
     if found in TINY_RANDOM_DRAFTS:

@@ -4,10 +4,12 @@ import json
 import click
 
 from ..errors import UsageError
+from ..runtime.named_models import NAMED, WITHOUT_REASONING, listed
 from .flag_kinds import SPECULATIVE, Command, NotNeeded, Option, Text, flag, flags  # noqa: F401 - commands take all from here
 from .model_argument import model, model_and_file  # noqa: F401 - as above
 from .pasted import OF_A_MODEL, flags_of
 
+DEFAULT_EFFORT = f"max; none for {' and '.join(WITHOUT_REASONING)}"   # what `effort` gives, for --help
 OUTPUT = flag("--output", metavar="FILE", help="Write the result there instead of stdout.")
 prompt = flags(
     flag("--prompt", "-p", type=Text(), metavar="TEXT", help="The prompt; '-' reads stdin, as does a pipe without this flag."),
@@ -17,7 +19,7 @@ prompt = flags(
 conversation = flags(
     flag("--system", "-S", type=Text(), metavar="TEXT", aliases=["--system-prompt", "-sys"], help="System message."),
     flag("--reasoning-effort", type=click.Choice(["none", "low", "high", "max"], False), aliases=["--thinking-effort"],
-          help="How much the model is told to think; none: not at all.  [default: max; none for demo and tiny-random]"),
+          help=f"How much the model is told to think; none: not at all.  [default: {DEFAULT_EFFORT}]"),
     flag("--no-think", is_flag=True, hidden=True),
 )
 
@@ -69,7 +71,8 @@ def _speculative_config(ctx, option, value):
 
 DRAFT = (
     flag("--draft-model", metavar="PATH", aliases=["--speculative-draft-model-path", "-md"], envvar="K3CUDA_DRAFT_MODEL",
-         help="DSpark draft model: folder or file, or 'demo-draft' or 'demo-draft-gqa' for 'demo'.  [default: no speculation]"),
+         help=(f"DSpark draft model: folder or file, or {', '.join(f'{listed(drafts)} for {model!r}' for model, drafts in NAMED.items())}.  "
+               "[default: no speculation]")),
     flag("--num-speculative-tokens", "-k", type=click.IntRange(min=1), metavar="N",
          aliases=["--speculative-num-draft-tokens", "--draft-tokens", "--draft"],
          help="Tokens proposed a step; one more position is verified.  [default: the draft's block]"),
@@ -121,9 +124,7 @@ def server_engine(max_batch: int):
 
 
 def effort(reasoning_effort: str | None, no_think: bool, model: str) -> str:
-    """One effort from the flag, its alias and the default. """
-    from ..runtime.named_models import WITHOUT_REASONING
-
+    """One effort from the flag, its alias and the default, which is none for models of WITHOUT_REASONING and max for others."""
     if no_think and reasoning_effort not in (None, "none"):
         raise UsageError(f"--no-think and --reasoning-effort {reasoning_effort} exclude each other", "give one of them")
     return "none" if no_think else reasoning_effort or ("none" if model in WITHOUT_REASONING else "max")

@@ -55,7 +55,7 @@ def _as_sent(origin: str) -> str | None:
     options.flag("--api-key", metavar="KEY", envvar="K3CUDA_API_KEY", help="Answer only requests that have it.  [default: none]"),
     options.flag("--served-model-name", multiple=True, metavar="NAME", help="What requests call the model; may be repeated.  [default: MODEL]"),
     options.flag("--reasoning-effort", type=click.Choice(["none", "low", "high", "max"], False), aliases=["--thinking-effort"],
-                 help="Where a request says nothing.  [default: max; none for demo and tiny-random]"),
+                 help=f"Where a request says nothing.  [default: {options.DEFAULT_EFFORT}]"),
     options.flag("--prefix-cache", type=click.IntRange(min=0), metavar="N",
                  help="Beginnings of texts to keep; each costs what a sequence of --max-batch does; 0: none.  [default: 8]"),
     options.flag("--no-enable-prefix-caching", is_flag=True, hidden=True, aliases=["--disable-radix-cache"]),

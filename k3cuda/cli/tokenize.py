@@ -50,8 +50,7 @@ def tokenize(model, prompt, file, chat, decode, system, reasoning_effort, no_thi
 def open_tokenizer(model: str):
     """The tokenizer of a checkpoint, without a look at its weights."""
     from ..runtime.downloads import check_is_here
-    from ..runtime.named_models import resolved
-    from ..runtime.tiny_random import TINY_RANDOM
+    from ..runtime.named_models import TINY_RANDOM, resolved
     from ..runtime.tokenizer import MINI_TOKENIZER_DIR, Tokenizer
 
     check_is_here(model)

@@ -3,9 +3,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from .named_models import resolved
+from .named_models import TINY_RANDOM, TINY_RANDOM_DRAFTS, resolved
 from .shards import INDEX, SUFFIX
-from .tiny_random import TINY_RANDOM, TINY_RANDOM_DRAFTS
 
 CONFIG = "config.json"
 _HEADER = 1 << 20   # bytes at the beginning of a single file, which are its header or most of it

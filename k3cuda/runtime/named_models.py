@@ -8,26 +8,36 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..draft_config import GQA, MLA
 from ..errors import CheckpointError
-from .tiny_random import TINY_RANDOM, TINY_RANDOM_DRAFTS
 
 DEMO = "demo"
+TINY_RANDOM = "tiny-random"
+TINY_RANDOM_DRAFTS = {"tiny-random-draft": MLA, "tiny-random-draft-gqa": GQA}   # their families
 DATA, MANIFEST = Path(__file__).parent.parent / "data" / "demo", "manifest.json"
 TRAINED = "trained"
 
 
 @dataclass(frozen=True)
 class _Packaged:
-    """folder: of DATA, once it is trained. until_then: the made model that stands in, by its name."""
+    """folder: of DATA, once it is trained. until_then: the made model that stands in, by its name. family: of a draft; None: the model itself."""
 
     folder: str
     until_then: str
+    family: str | None = None
 
 
 PACKAGED = {DEMO: _Packaged("model", TINY_RANDOM),
-            **{name.replace(TINY_RANDOM, DEMO): _Packaged(f"draft-{family}", name) for name, family in TINY_RANDOM_DRAFTS.items()}}
+            **{name.replace(TINY_RANDOM, DEMO): _Packaged(f"draft-{family}", name, family) for name, family in TINY_RANDOM_DRAFTS.items()}}
 DEMO_DRAFTS = tuple(PACKAGED)[1:]
-WITHOUT_REASONING = (DEMO, TINY_RANDOM)   # nobody taught them to close it
+NAMED = {DEMO: DEMO_DRAFTS, TINY_RANDOM: tuple(TINY_RANDOM_DRAFTS)}   # every model that has a name, and its drafts
+WITHOUT_REASONING = tuple(NAMED)   # nobody taught them to close it
+
+
+def listed(names) -> str:
+    """Names as errors and --help have them: 'a', 'b' or 'c'."""
+    *most, last = map(repr, names)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 @functools.cache

@@ -1,4 +1,5 @@
 """From what the user calls a model to a backend that runs it. Everything that can be refused is refused before weights are read."""
+import itertools
 import logging
 import os
 from dataclasses import dataclass
@@ -192,16 +193,16 @@ def _check_count(name: str, value, most: int | None) -> None:
 
 def _open_checkpoints(model, draft_model, tp: int, is_reference: bool):
     """The model and its draft model or None, both checked before either is opened."""
-    from .named_models import DEMO, DEMO_DRAFTS
+    from .named_models import NAMED
     from .preflight import check, check_gpu
     from .tensor_source import TensorSource
 
-    _check_place("model", model, TensorSource, DEMO)
+    _check_place("model", model, TensorSource, NAMED)
     if draft_model is not None:
-        _check_place("draft_model", draft_model, DraftTensors, DEMO_DRAFTS[0])
+        _check_place("draft_model", draft_model, DraftTensors, itertools.chain(*NAMED.values()))
     is_open = isinstance(draft_model, DraftTensors)
     if isinstance(model, TensorSource):
-        found = DraftCheckpoint.open(draft_model, model.cfg) if draft_model is not None and not is_open else draft_model
+        found = draft_model if is_open or draft_model is None else _open_draft(draft_model, model.cfg)
         return model, _fitting(found, model)
     report = check(model, tp=tp, draft=None if is_open else draft_model, is_reference=is_reference)
     if not is_reference:
@@ -210,16 +211,27 @@ def _open_checkpoints(model, draft_model, tp: int, is_reference: bool):
     return checkpoint, _fitting(draft_model, checkpoint) if is_open else None if draft_model is None else report.open_draft()
 
 
+def _open_draft(draft_model, target) -> DraftTensors:
+    """A draft for a model that is open already: for one that is not, preflight.py tells what is wrong with both at once."""
+    from .named_models import TINY_RANDOM_DRAFTS, resolved
+    from .tiny_random import open_tiny_random_draft
+
+    draft = resolved(draft_model)
+    return open_tiny_random_draft(draft) if draft in TINY_RANDOM_DRAFTS else DraftCheckpoint.open(draft, target)
+
+
 def _fitting(draft: DraftTensors | None, checkpoint) -> DraftTensors | None:
     if draft is not None and (bad := misfits(draft.cfg, checkpoint.cfg)):
         raise ConfigError("; ".join(bad), "use a draft of this target")
     return draft
 
 
-def _check_place(name: str, value, kind: type, made: str) -> None:
-    """Raises where `value` cannot be what a user calls a model on this machine."""
+def _check_place(name: str, value, kind: type, named) -> None:
+    """Raises where `value` cannot be what a user calls a model on this machine; `named`: what else than a path it may be."""
+    from .named_models import listed
+
     if isinstance(value, kind):
         return
     if not isinstance(value, (str, os.PathLike)):
-        raise UsageError(f"{name}: found {type(value).__name__}, wanted the folder of a checkpoint, a .safetensors file, or {made!r}")
+        raise UsageError(f"{name}: found {type(value).__name__}, wanted the folder of a checkpoint, a .safetensors file, or {listed(named)}")
     check_is_here(value)

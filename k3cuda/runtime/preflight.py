@@ -15,11 +15,11 @@ from .findings import Finding, error_of
 from .gpu_room import gpu_findings, gpu_table
 from .kernel_sizes import size_misfits
 from .machine import host
-from .named_models import resolved
+from .named_models import TINY_RANDOM, TINY_RANDOM_DRAFTS, resolved
 from .repack_manifest import UNFINISHED, is_repacked
 from .repacked import RepackedSurvey
 from .tensor_source import TensorSource
-from .tiny_random import TINY_RANDOM, TINY_RANDOM_DRAFTS, open_tiny_random, open_tiny_random_draft
+from .tiny_random import open_tiny_random, open_tiny_random_draft
 from .tokenizer import CONFIG_FILE, RANKS_FILE, Tokenizer
 
 

@@ -1,13 +1,11 @@
 """The small model `tiny-random` and its drafts: real structure, random weights, made in memory. Its text means nothing."""
 import numpy as np
 
-from ..draft_config import GQA, MLA
 from ..weights import Weight
 from .made_config import made_config
 from .made_model import MadeCheckpoint
+from .named_models import TINY_RANDOM, TINY_RANDOM_DRAFTS
 
-TINY_RANDOM = "tiny-random"
-TINY_RANDOM_DRAFTS = {"tiny-random-draft": MLA, "tiny-random-draft-gqa": GQA}   # their families
 _HEAD_SCALE = 4  # logits spread so that a choice is likely to be one of the tokens kept below
 
 

@@ -124,8 +124,10 @@ class Trainer:
     def run(self, until: float) -> bool:
         """Trains to the schedule's end, or to the time `until` (of time.monotonic), and keeps the state; False where much is left to do."""
         every, began, saved = max(1, round(EVAL_EVERY * self.schedule.count)), time.monotonic(), time.monotonic()
-        soon, again, recent = round(SOON * self.schedule.count), round(AGAIN * self.schedule.count), (self.step, began)
-        expected, first = 0.0, None
+        soon, again = round(SOON * self.schedule.count), round(AGAIN * self.schedule.count)
+        if self.step >= again:   # an earlier call has chosen, and the rate may be falling
+            again = float("inf")
+        expected, first, recent = 0.0, None, None
         for batches in steps(str(self.folder), self.options, self.seed, self._wanted(), self.workers):
             first = first or self.now()   # text has begun to come
             expected += self.measured.get(self.schedule.length(self.step), 0.0)
@@ -134,6 +136,7 @@ class Trainer:
             self.optimizer.step(rate)
             balance(self.model, loads, EARLY_BIAS if self.step < EARLY * self.schedule.count else BIAS_RATE * min(1, 2 * rate))
             self.step += 1
+            recent = recent or (self.step, self.now())   # behind the first step: neither the start of the workers nor what a device does once is a step's time
             if self.step % max(1, every // 5) == 0:
                 (short, short_text), (long, long_text) = (losses.tolist() * 2)[:2]   # without long rows the same twice
                 self.log(step=self.step, of=self.schedule.count, s=round(time.monotonic() - began, 1), length=self.schedule.length(self.step - 1),
@@ -193,6 +196,10 @@ class Trainer:
             found[task] = round(float(torch.cat(right).mean()), 3)
         self.model.room = room
         return found
+
+    def end(self, count: int, began: float) -> None:
+        """The log's last line: steps that were trained, whatever the schedule wanted; scores of `count` held-out items a task; seconds since `began`."""
+        self.log(trained=self.step, held_out=self.scores(count), s=round(time.monotonic() - began, 1))
 
     def save(self) -> None:
         path = self.folder / "state.pt"

@@ -26,7 +26,7 @@ def lock_of(line: str) -> Path:
 def requirements(line: str) -> list[str]:
     """What setup.py asks for, as ranges."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    lists = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    lists = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)}
     return [word for name in LINES[line] for word in ast.literal_eval(lists[name])]
 
 

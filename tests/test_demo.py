@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 from command import ROOT, k3, k3_json
 
 from k3cuda import LLM, __license__
@@ -247,3 +248,14 @@ def test_answers_come_from_the_model():
 def test_stored_answers_are_of_all_tasks_alike():
     names = [task_of(a["id"]) for a in quality.stored()]
     assert {names.count(name) for name in TASKS} == {len(names) // len(TASKS)} and len(names) >= 100 * len(TASKS)
+
+
+@pytest.mark.parametrize("words, found", [
+    *((f"{command} {draft}", f"model: found '{draft}', which is a draft model") for command, draft in (
+        ("generate", "demo-draft"), ("plan", "demo-draft-gqa"), ("check", "tiny-random-draft"), ("compile --tp 1 --output {new}", "tiny-random-draft-gqa"))),
+    *((f"{command} {model} --draft-model {model}", f"draft_model: found '{model}', wanted a draft model") for command, model in (
+        ("generate", "demo"), ("check", "tiny-random"), ("compile --tp 1 --output {new}", "tiny-random"))),
+    ("generate demo --draft-model=", "draft_model: found '', wanted a draft model")])
+def test_a_model_in_the_place_of_a_draft_and_the_other_way_round(tmp_path, words, found):
+    done = CliRunner().invoke(command, words.format(new=tmp_path / "new").split(), input="hi")
+    assert (done.exit_code, done.stdout) == (2, "") and found in done.stderr and "give" in done.stderr and not (tmp_path / "new").exists()

@@ -4,7 +4,7 @@ import functools
 import click
 
 from ..errors import UsageError
-from ..runtime.named_models import DEMO, NAMED, TINY_RANDOM, TINY_RANDOM_DRAFTS, listed, resolved
+from ..runtime.named_models import DEMO, NAMED, TINY_RANDOM, TINY_RANDOM_DRAFTS, draft_named, listed, model_named
 from .flag_kinds import flag, flags
 
 MODEL = flag("--model", "-m", metavar="PATH", aliases=["--model-path"], envvar="K3CUDA_MODEL", help=f"Checkpoint folder or file, or {listed(NAMED)}.")
@@ -69,7 +69,7 @@ def config_of(model: str, layers: int | None = None):
     from ..config import RELEASED, RELEASED_FOLDER, K3Config
     from ..runtime.tiny_random import open_tiny_random
 
-    model = resolved(model)
+    model = model_named(model)
     cfg = open_tiny_random().cfg if model == TINY_RANDOM else K3Config.from_json(RELEASED_FOLDER if model == RELEASED else _config_file(model))
     if layers is None or layers == cfg.num_hidden_layers:
         return cfg
@@ -91,7 +91,7 @@ def draft_config_of(draft: str, target):
     from ..errors import ConfigError
     from ..runtime.tiny_random import open_tiny_random_draft
 
-    found = resolved(draft)
+    found = draft_named(draft)
     if found in TINY_RANDOM_DRAFTS:
         cfg = open_tiny_random_draft(found).cfg
     else:

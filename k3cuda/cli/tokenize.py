@@ -50,11 +50,11 @@ def tokenize(model, prompt, file, chat, decode, system, reasoning_effort, no_thi
 def open_tokenizer(model: str):
     """The tokenizer of a checkpoint, without a look at its weights."""
     from ..runtime.downloads import check_is_here
-    from ..runtime.named_models import TINY_RANDOM, resolved
+    from ..runtime.named_models import TINY_RANDOM, model_named
     from ..runtime.tokenizer import MINI_TOKENIZER_DIR, Tokenizer
 
     check_is_here(model)
-    model = resolved(model)
+    model = model_named(model)
     path = MINI_TOKENIZER_DIR if model == TINY_RANDOM else Path(model)
     return Tokenizer.from_dir(path.parent if path.is_file() else path)
 

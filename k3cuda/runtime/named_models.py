@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..draft_config import GQA, MLA
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 
 DEMO = "demo"
 TINY_RANDOM = "tiny-random"
@@ -70,3 +70,18 @@ def resolved(model):
         return model
     named = PACKAGED[model]
     return str(DATA / named.folder) if is_trained() else named.until_then
+
+
+def model_named(model):
+    """`resolved` where a model is wanted. Raises UsageError for the name of a draft."""
+    for name, drafts in NAMED.items():
+        if isinstance(model, str) and model in drafts:
+            raise UsageError(f"model: found {model!r}, which is a draft model", f"give it as the draft model of {name!r}")
+    return resolved(model)
+
+
+def draft_named(draft):
+    """`resolved` where a draft model is wanted. Raises UsageError for the name of a model, and for none."""
+    if isinstance(draft, str) and (draft in NAMED or not draft):
+        raise UsageError(f"draft_model: found {draft!r}, wanted a draft model", f"give {listed(NAMED[draft])}" if draft else "give its folder, or leave it out")
+    return resolved(draft)

@@ -213,10 +213,10 @@ def _open_checkpoints(model, draft_model, tp: int, is_reference: bool):
 
 def _open_draft(draft_model, target) -> DraftTensors:
     """A draft for a model that is open already: for one that is not, preflight.py tells what is wrong with both at once."""
-    from .named_models import TINY_RANDOM_DRAFTS, resolved
+    from .named_models import TINY_RANDOM_DRAFTS, draft_named
     from .tiny_random import open_tiny_random_draft
 
-    draft = resolved(draft_model)
+    draft = draft_named(draft_model)
     return open_tiny_random_draft(draft) if draft in TINY_RANDOM_DRAFTS else DraftCheckpoint.open(draft, target)
 
 

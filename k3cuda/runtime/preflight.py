@@ -15,7 +15,7 @@ from .findings import Finding, error_of
 from .gpu_room import gpu_findings, gpu_table
 from .kernel_sizes import size_misfits
 from .machine import host
-from .named_models import TINY_RANDOM, TINY_RANDOM_DRAFTS, resolved
+from .named_models import TINY_RANDOM, TINY_RANDOM_DRAFTS, draft_named, model_named
 from .repack_manifest import UNFINISHED, is_repacked
 from .repacked import RepackedSurvey
 from .tensor_source import TensorSource
@@ -79,7 +79,7 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
         num_drafts: tokens the draft shall propose a step; None: not asked.
     """
     report = Report(str(path))
-    path = resolved(path)
+    path = model_named(path)
     if path == TINY_RANDOM:
         cfg, folder = open_tiny_random().cfg, None
     else:
@@ -149,7 +149,7 @@ def _check_tp(report: Report, cfg: K3Config, tp: int | None, folder: Path | None
 
 def _check_draft(report: Report, draft, target: K3Config | None, tp: int | None, num_drafts: int | None) -> DraftConfig | None:
     """Files and config of a draft model against its target; the config where it can be used."""
-    draft = resolved(draft)
+    draft = draft_named(draft)
     if draft in TINY_RANDOM_DRAFTS:
         report.made_draft = open_tiny_random_draft(draft)
         cfg, where = report.made_draft.cfg, draft

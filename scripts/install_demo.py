@@ -6,6 +6,7 @@ OUT holds demo.tar, or the folders demo, draft-mla and draft-gqa, and train.json
 released layout, held-out scores of the training, a finite forward pass of the reference with each draft. Then the reference answers the held-out sets
 with and without drafts and scores with each known mistake, which takes most of an hour, and scripts/make_demo_page.py makes the model card. Needs no PyTorch.
 """
+import contextlib
 import hashlib
 import json
 import shutil
@@ -26,7 +27,9 @@ from k3cuda import LLM, SamplingParams, __license__  # noqa: E402
 from k3cuda.cli.eval_results import read_results  # noqa: E402
 from k3cuda.draft_config import GQA, MLA  # noqa: E402
 from k3cuda.runtime.demo_tasks import TASKS  # noqa: E402
+from k3cuda.runtime.draft_checkpoint import DraftSurvey  # noqa: E402
 from k3cuda.runtime.named_models import DATA, DEMO, DEMO_DRAFTS, MANIFEST, PACKAGED, TRAINED  # noqa: E402
+from k3cuda.runtime.safetensors_file import SafetensorsFile  # noqa: E402
 
 MOST_BYTES = 16_000_000
 ITEMS = 100   # of a task: a loss of one answer in 90 is then found beside the other configurations (tests/quality.py)
@@ -44,7 +47,14 @@ def check(out: Path, log: dict, below_target: bool) -> None:
     size = sum((out / name / file).stat().st_size for name, files in FILES.items() for file in files)
     if size > MOST_BYTES:
         raise SystemExit(f"{out}: found {size:,} bytes, wanted at most {MOST_BYTES:,}")
-    for family in (MLA, GQA):   # everything that headers can say is checked on opening, and every value
+    for name in FILES:
+        with contextlib.closing(SafetensorsFile.open(out / name / "model.safetensors")) as file:
+            floats = [key for key, tensor in file.tensors.items() if tensor.dtype in ("F32", "BF16")]
+            if bad := [key for key in floats if not np.isfinite(file.array(key).astype(np.float32)).all()]:
+                raise SystemExit(f"{out / name}: values that are not finite in {len(bad)} tensors, the first: {bad[0]}")
+    for family in (MLA, GQA):   # everything that headers can say is checked on opening
+        if (found := DraftSurvey(out / f"draft-{family}").cfg) is None or found.family != family:
+            raise SystemExit(f"{out / f'draft-{family}'}: found {f'a draft with {found.family} attention' if found else 'no draft'}, wanted one with {family}")
         with LLM(str(out / "demo"), str(out / f"draft-{family}"), max_model_len=128, max_batch=1) as llm:
             ids = llm.tokenizer.encode("17 + 25 =")
             if not np.isfinite(llm.logits(ids)).all():
@@ -60,19 +70,22 @@ def check(out: Path, log: dict, below_target: bool) -> None:
 
 def package(out: Path, log: dict, data: Path = DATA) -> None:
     """Puts the folders into `data`, with a manifest that says how they were made."""
-    sums = {}
-    for name, files in FILES.items():
-        folder = data / FOLDERS[name]
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        for file in sorted(files):
-            shutil.copyfile(out / name / file, folder / file)
-            sums[f"{folder.name}/{file}"] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
-    started = log["started"]
+    started, size, sums = log["started"], 0, {}
     found = {"weights": TRAINED, "commit": started["commit"], "seed": started["seed"], "steps": started["count"], "torch": started["torch"],
-             "gpu": started["gpu"], "license": __license__, "bytes": sum((data / name).stat().st_size for name in sums), "sha256": sums}
-    (data / MANIFEST).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+             "gpu": started["gpu"], "license": __license__}
+    data.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=data.parent) as new:   # all of it beside what is there, which a disk that is full leaves as it was
+        for name, files in FILES.items():
+            (folder := Path(new) / FOLDERS[name]).mkdir()
+            for file in sorted(files):
+                shutil.copyfile(out / name / file, folder / file)
+                size += (folder / file).stat().st_size
+                sums[f"{folder.name}/{file}"] = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+        (Path(new) / MANIFEST).write_text(json.dumps(found | {"bytes": size, "sha256": sums}, indent=1) + "\n", encoding="utf-8")
+        for name in (*FOLDERS.values(), MANIFEST):
+            if (data / name).is_dir():
+                shutil.rmtree(data / name)
+            (Path(new) / name).replace(data / name)
 
 
 def evaluate(items: int) -> None:
@@ -103,8 +116,8 @@ def unlike(ours: dict, theirs: dict) -> list[str]:
 
 @click.command(help=__doc__.partition("\n")[0])
 @click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--items", default=ITEMS, show_default=True, help="Held-out problems of a task that the reference answers.")
-@click.option("--mistakes", default=20, show_default=True, help="Problems of a task that each known mistake is scored on; 0: leave out.")
+@click.option("--items", type=click.IntRange(min=1), default=ITEMS, show_default=True, help="Held-out problems of a task that the reference answers.")
+@click.option("--mistakes", type=click.IntRange(min=0), default=20, show_default=True, help="Problems of a task that each known mistake is scored on; 0: leave out.")
 @click.option("--below-target", is_flag=True, help="Also a model that misses a target.")
 @click.option("--commit", help="Of the code that trained, where that machine had no git and no K3CUDA_COMMIT.")
 def main(out, items, mistakes, below_target, commit):

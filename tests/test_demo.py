@@ -137,15 +137,43 @@ def test_what_is_refused_before_a_file_changes(made, monkeypatch):
         make_demo_page.read_log(made / "train.jsonl")
 
 
-def test_values_that_no_trained_model_holds_are_refused(made):
-    file = made / "demo" / "model.safetensors"
+@pytest.mark.parametrize("folder", install_demo.FILES)
+def test_values_that_no_trained_model_holds_are_refused(made, folder):
+    file = made / folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     header = json.loads(data[8:8 + int.from_bytes(data[:8], "little")])
     start = 8 + int.from_bytes(data[:8], "little") + next(v for k, v in header.items() if k.endswith("norm.weight"))["data_offsets"][0]
     data[start:start + 4] = b"\xc0\x7f" * 2   # NaN, as F32 and as BF16
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="not finite"):
+    with pytest.raises(SystemExit, match=f"{folder}: values that are not finite in 1 tensors"):
         install_demo.check(made, make_demo_page.read_log(made / "train.jsonl"), False)
+
+
+def test_drafts_in_each_others_place_are_refused(made):
+    for old, new in (("draft-gqa", "third"), ("draft-mla", "draft-gqa"), ("third", "draft-mla")):
+        (made / old).rename(made / new)
+    with pytest.raises(SystemExit, match="draft-mla: found a draft with gqa attention, wanted one with mla"):
+        install_demo.check(made, make_demo_page.read_log(made / "train.jsonl"), False)
+
+
+@pytest.mark.parametrize("fault", ["copy", "log"])
+def test_what_fails_on_the_way_leaves_the_package_as_it_was(made, installed, monkeypatch, fault):
+    before = {f: f.read_bytes() for f in sorted(installed.rglob("*")) if f.is_file()}
+    log, copies = make_demo_page.read_log(made / "train.jsonl"), []
+
+    def full(source, target):
+        copies.append(target)
+        if len(copies) == 7:
+            raise OSError("No space left on device")
+        target.write_bytes(source.read_bytes()[:-1])
+
+    if fault == "copy":
+        monkeypatch.setattr(install_demo.shutil, "copyfile", full)
+    else:
+        del log["started"]["torch"]
+    with pytest.raises((OSError, KeyError)):
+        install_demo.package(made, log, installed)
+    assert {f: f.read_bytes() for f in sorted(installed.rglob("*")) if f.is_file()} == before and not [f for f in installed.parent.iterdir() if f.name.startswith("tmp")]
 
 
 def test_the_card_of_a_trained_one(made, installed, tmp_path):

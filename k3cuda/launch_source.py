@@ -101,8 +101,8 @@ def arguments(program: BlockProgram, *, window: int, waiting_window: int, first_
     """
     args = LaunchArgs(limit_ns=limit_ns, phases=program.phases, clearings=program.clearings, words=program.words.shape[1], rows=program.rows, block_rows=block_rows,
                       slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window, waiting_window=waiting_window,
-                      first_window=window if first_window is None else first_window, prefetch=prefetch, situ_beta=situ[0], situ_linear_beta=situ[1], routed_scale=routed_scale,
-                      norm_eps=norm_eps, failed=addresses["counts"] + FAILED_AT, **addresses)
+                      first_window=window if first_window is None else first_window, prefetch=prefetch, situ_beta=situ[0],
+                      situ_linear_beta=situ[1], routed_scale=routed_scale, norm_eps=norm_eps, failed=addresses["counts"] + FAILED_AT, **addresses)
     for i, link in enumerate(program.links):
         args.links[i] = LaunchLink(tuple(link.inputs), tuple(link.fields), link.row, link.record_row, link.vectors)
     return args

@@ -288,9 +288,8 @@ def test_a_field_that_nobody_has_made_is_refused():
 @shim
 def test_the_first_window_is_that_of_the_first_kind_with_weights(tmp_path):
     """Kind 0 of a layer has none; 0 bytes are another window than none said."""
-    layer = small_layer()
-    for name, kinds, steps, first in (("layer", layer, [bp.Step(k.name, 0) for k in layer], "kda_in"), ("chain", PRODUCTS, [bp.Step(k.name, 0) for k in PRODUCTS], "wide")):
-        program = bp.program(kinds if kinds[0].fields else lk.linked(kinds), steps, 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
+    for name, kinds, first in (("layer", small_layer(), "kda_in"), ("chain", lk.linked(PRODUCTS), "wide")):
+        program = bp.program(kinds, [bp.Step(k.name, 0) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
         (folder := tmp_path / name).mkdir()
         text = ls.constants(program, ring=24 * 1024, copy=2048) + 'extern "C" int first[1] = {product_chain_shape::kFirstStreaming};\n'
         assert kinds[host.constants(host.build(text, [], folder), "first", 1)[0]].name == first

@@ -39,7 +39,8 @@ struct LaunchArgs {
   u64* stamps;             // [block][phase][4] nanoseconds: wait, input here, units done; null: not kept
   LaunchCounts* counts;
   Watch watch;
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;   // block_rows: of a closed block; first_window: of phases of S::kFirstStreaming
+  // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };
@@ -49,11 +50,12 @@ struct LaunchArgs {
 //   kTopK_     experts of a row; 0: there are none
 //   kRing_     bytes of the ring at most: it gets what the rest of `kShared_` leaves
 //   kWords_    of a block's program
-//   kFirstStreaming_  number of the first kind that has weights
+//   kFirstStreaming_  number of the first kind that has weights; -1: none has
 template <int kTokens_, int kCluster_, int kTopK_, int kRing_, int kSlotBytes_, int kWords_, int kShared_, int kFirstStreaming_, class Kinds_>
 struct LaunchShape {
   typedef Kinds_ Kinds;
-  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kWords = kWords_, kTopK = kTopK_, kFirstStreaming = kFirstStreaming_, kMaxItems = max_of(1, kTokens * kTopK);
+  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kWords = kWords_, kTopK = kTopK_, kFirstStreaming = kFirstStreaming_;
+  static constexpr int kMaxItems = max_of(1, kTokens * kTopK);
   typedef LaunchChoice<kMaxItems> Choice;
   static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
   static constexpr int kPartial = kConsumers * kTokens * kSumStride;                   // floats of one turn of all warps

@@ -12,12 +12,13 @@ from .schedule import Schedule, check, deal
 NO_SLOT = 15
 SLOTS = 4             # of the exchange, where phases read the phase before: two phases lie between clearing one and using it again
 MOST_SLOTS = 12       # where results have readers further on
+MOST_EXTRA = 255      # eight bits of a word
 MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 20, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
 
 
 @dataclass(frozen=True)
 class Step:
-    """A phase to be: its kind's name, its layer, and a number of the kind's own, up to 255."""
+    """A phase to be: its kind's name, its layer, and a number of the kind's own, up to MOST_EXTRA."""
 
     name: str
     layer: int
@@ -91,22 +92,33 @@ def chain(kinds: tuple[Kind, ...], layers: int, rows: int, grid: Grid, top_k: in
 
 
 def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: Grid, top_k: int = 0, slots: int = SLOTS) -> BlockProgram:
-    """Phases of these steps, in order. A phase reads the latest makers of its fields; the first field that nobody has made yet is the launch's input, and
-    what the last phase makes its result.
+    """Phases of these steps, in order. A phase reads the latest makers of its fields; the one field that is read before any phase has made it is the
+    launch's input, and what the last phase makes its result.
 
-    Raises PlanError for what the kernel cannot do.
+    Raises PlanError for what the kernel cannot do, and for steps in an order in which another field would be missing.
     """
-    if not 1 <= rows <= MAX_TOKENS or grid.sms % grid.cluster or slots > MOST_SLOTS:
+    if not 1 <= rows <= MAX_TOKENS or grid.sms % grid.cluster:
         raise PlanError(f"{rows} rows on {grid.sms} blocks in clusters of {grid.cluster}; wanted 1 to {MAX_TOKENS} rows and whole clusters")
+    if slots > MOST_SLOTS:
+        raise PlanError(f"found {slots} slots of the exchange, wanted at most {MOST_SLOTS}")
     if len(kinds) > MAX_KINDS or any(len(k.reads) > MAX_INPUTS or len(k.fields) > MAX_FIELDS for k in kinds):
         raise PlanError(f"found {len(kinds)} kinds of phases, wanted at most {MAX_KINDS}, with {MAX_INPUTS} inputs and {MAX_FIELDS} fields each")
     number, maker = {k.name: i for i, k in enumerate(kinds)}, {f.name: (i, f) for i, k in enumerate(kinds) for f in k.fields}
+    for k in kinds:
+        if unmade := [name for name in k.reads if name not in maker]:
+            raise PlanError(f"{k.name} reads {unmade[0]}, which no kind of phase makes")
     latest: dict[str, int] = {}
-    phases, sources = [], []
+    phases, sources, first = [], [], None   # first: name of the launch's input
     for at, step in enumerate(steps):
         k = kinds[number[step.name]]
         k.kind(1 << 20, 1)
+        if not 0 <= step.extra <= MOST_EXTRA:
+            raise PlanError(f"{step} has the number {step.extra}, wanted 0 to {MOST_EXTRA}")
         read = [latest.get(name) for name in k.reads]
+        for name in (name for name, source in zip(k.reads, read) if source is None and k.needs(name, step.extra)):
+            first = first or name
+            if name != first:
+                raise PlanError(f"{step} reads {name}, which no phase before it makes; the launch's input is {first}")
         nbytes = Counter()
         for name, source in zip(k.reads, read):
             if source is not None:

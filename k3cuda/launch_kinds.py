@@ -60,6 +60,10 @@ class Kind:
         """What a block that works reads of one of its fields."""
         return source.nbytes * rows
 
+    def needs(self, name: str, extra: int) -> bool:
+        """Whether a phase with this number of the kind's own (block_program.Step) reads the field `name`."""
+        return True
+
 
 @dataclass(frozen=True)
 class Product(Kind):
@@ -207,12 +211,16 @@ CLOSED, SUMS, OUT = "LaunchMixClosed", "LaunchMixSums", "LaunchMixOut"
 
 @dataclass(frozen=True)
 class Mix(Kind):
-    """A round of a mix or a norm over rows of `n` values: `rank_parts` of them join, `blocks` closed ones at most are mixed in."""
+    """A round of a mix or a norm over rows of `n` values: `rank_parts` of them join, `blocks` closed ones at most are mixed in. `stage`: whose rounds they are.
+
+    A phase's own number: how many blocks are closed, and from bit 4 on whether the sum before it becomes one.
+    """
 
     round: str
     n: int
     rank_parts: int
     blocks: int
+    stage: str = field(kw_only=True)
     home = 0
 
     @property
@@ -229,6 +237,9 @@ class Mix(Kind):
 
     def read_bytes(self, source: Field, rows: int) -> int:
         return source.nbytes // (self.slices if self.round == SUMS and self.reads.index(source.name) == 0 else 1)   # of the slice, or of all sums
+
+    def needs(self, name: str, extra: int) -> bool:
+        return self.round != SUMS or self.reads.index(name) == 0 or extra & 15 > 0   # scores of closed blocks: where there are some
 
     def kind(self, copy: int, most: int) -> str:
         if self.n // self.slices % VECTOR:
@@ -263,7 +274,7 @@ def _out(firsts: tuple[int, ...], fields: tuple[Field, ...]) -> str:
 
 def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field) -> tuple[Mix, ...]:
     """The rounds `name`_closed (where there are closed blocks), `name`_sums and `name`, which leaves `out`."""
-    make = lambda suffix, which, *, reads, fields: Mix(name + suffix, which, n, rank_parts, blocks, reads=reads, fields=fields)
+    make = lambda suffix, which, *, reads, fields: Mix(name + suffix, which, n, rank_parts, blocks, stage=name, reads=reads, fields=fields)
     leaves = tree_leaves(n)
     closed, sums = Field(f"{name}_closed", "f32", leaves * 16, leaves * 16), Field(f"{name}_sums", "f32", leaves * 4, leaves * 4)
     first = (make("_closed", CLOSED, reads=(), fields=(closed,)),) if blocks else ()

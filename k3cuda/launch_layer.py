@@ -9,6 +9,7 @@ from .phases import TILE_ROWS
 from .plan import Plan
 
 INPUT = "ffn_out"   # of the launch, F32: what the layer before left
+LAYER_SLOTS = 10    # of the exchange: a layer's results that still have readers
 
 
 def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced: bool) -> tuple[Kind, ...]:
@@ -60,11 +61,13 @@ def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range) -> tuple[Ste
     steps = []
 
     def add(k: Kind, layer: int) -> None:
-        mix = k.name.split("_closed")[0].split("_sums")[0]
-        closed = counts[mix, layer] if isinstance(k, Mix) and k.blocks else 0
-        opens = mix == "attn_mix" and plan.cfg.opens_res_block(layer)
-        if closed or not isinstance(k, Mix) or k.round != CLOSED:
-            steps.append(Step(k.name, layer, closed | opens << 4 if isinstance(k, Mix) else 0))
+        if not isinstance(k, Mix):
+            steps.append(Step(k.name, layer))
+            return
+        closed = counts[k.stage, layer] if k.blocks else 0
+        opens = k.stage == "attn_mix" and plan.cfg.opens_res_block(layer)
+        if closed or k.round != CLOSED:
+            steps.append(Step(k.name, layer, closed | opens << 4))
 
     ahead, rest = kinds[0], kinds[1:]
     add(ahead, layers[0])

@@ -1,4 +1,4 @@
-"""Products and experts of one rank as kinds of phases, and the chains of them that came first."""
+"""Products and experts of one rank as kinds of phases, and chains of them without what lies between."""
 from . import packing
 from .config import K3Config
 from .errors import PlanError

@@ -5,25 +5,35 @@ import numpy as np
 
 from .block_program import MAX_FIELDS, MAX_INPUTS, MAX_KINDS, BlockProgram
 from .emit_sizes import MAX_SHARED
+from .launch_kinds import Product
 
 ROOM = 1024           # programs of up to so many words, or twice as many, share a kernel
 TOKENS_OF_ENTRY = 8   # expert_core.cuh
 COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` stands
 
 
-def source(program: BlockProgram, *, ring: int = 160 * 1024, copy: int = 7680, shared: int = MAX_SHARED, name: str = "product_chain") -> str:
-    """C++ of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
+def constants(program: BlockProgram, *, ring: int = 160 * 1024, copy: int = 7680, shared: int = MAX_SHARED, name: str = "product_chain",
+              receive_batch: int = 4, poll: bool = False) -> str:
+    """C++ of the shape of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
 
     Args:
         ring: bytes of the ring at most. copy: bytes of a bulk copy at most. shared: bytes of shared memory of a block.
+        receive_batch: vectors that a thread asks for at once, at most. poll: who waits for the ring does not sleep.
     """
     words = -(-program.words.shape[1] // ROOM) * ROOM
-    numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {words}, {shared}"
+    streaming = next((i for i, k in enumerate(program.kinds) if k.is_chosen or isinstance(k, Product)), -1)
+    numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {words}, {shared}, {streaming}"
     kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
-    return (f'#include "launch_core.cuh"\ntypedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n'
-            f'extern "C" __global__ void __launch_bounds__(kLaunchThreads, 1) {name}(const __grid_constant__ LaunchArgs a) {{\n'
-            f"  K3_DYN_SMEM(u8, smem);\n  launch_run<{name}_shape>(a, smem);\n}}\n"
+    return (f'#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#include "launch_core.cuh"\n'
+            f"typedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n"
             f'extern "C" __constant__ int {name}_launch[4] = {{kLaunchThreads, {name}_shape::kSmem, {name}_shape::kCluster, {name}_shape::kSlots}};\n')
+
+
+def source(program: BlockProgram, *, name: str = "product_chain", **shape) -> str:
+    """C++ of kernel `name` and of its constants; `shape` as there."""
+    return (constants(program, name=name, **shape)
+            + f'extern "C" __global__ void __launch_bounds__(kLaunchThreads, 1) {name}(const __grid_constant__ LaunchArgs a) {{\n'
+              f"  K3_DYN_SMEM(u8, smem);\n  launch_run<{name}_shape>(a, smem);\n}}\n")
 
 
 def choice_dtype(items: int) -> np.dtype:
@@ -82,7 +92,7 @@ def arguments(program: BlockProgram, *, window: int, waiting_window: int, first_
 
     Args:
         window, waiting_window: bytes that a block has in flight at most, and while it waits for a hand-over.
-        first_window: the former for phases of the first kind; None: the same.
+        first_window: the former for phases of the first kind that has weights (kda_in of a layer); None: the same.
         prefetch: copies that are brought into the L2 while a ring is full.
         limit_ns: nanoseconds that any wait may take.
         situ: the two betas of the activation. routed_scale: what a row's expert weights add up to. norm_eps: of every norm.
@@ -91,8 +101,8 @@ def arguments(program: BlockProgram, *, window: int, waiting_window: int, first_
     """
     args = LaunchArgs(limit_ns=limit_ns, phases=program.phases, clearings=program.clearings, words=program.words.shape[1], rows=program.rows, block_rows=block_rows,
                       slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window, waiting_window=waiting_window,
-                      first_window=first_window or window, prefetch=prefetch, situ_beta=situ[0], situ_linear_beta=situ[1], routed_scale=routed_scale, norm_eps=norm_eps,
-                      failed=addresses["counts"] + FAILED_AT, **addresses)
+                      first_window=window if first_window is None else first_window, prefetch=prefetch, situ_beta=situ[0],
+                      situ_linear_beta=situ[1], routed_scale=routed_scale, norm_eps=norm_eps, failed=addresses["counts"] + FAILED_AT, **addresses)
     for i, link in enumerate(program.links):
         args.links[i] = LaunchLink(tuple(link.inputs), tuple(link.fields), link.row, link.record_row, link.vectors)
     return args

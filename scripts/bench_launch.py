@@ -4,7 +4,7 @@ Chains of products (`0` without experts, `16` with as many chosen beforehand), a
 experts (`layer`; `layer16`: forced), experts and their norm.
 
     scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48:16,48:48] [--layers 21]
-                            [--prefetch 0,24] [--whole-units] [--define K3_RECEIVE_BATCH=8] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
+                            [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
 """
 import argparse
 import ctypes
@@ -19,10 +19,13 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from launch_chain import CHECKED_LAYERS, Bench, Case, Chain  # noqa: E402
+from launch_bench import Bench, Case  # noqa: E402
+from launch_chain import CHECKED_LAYERS, Chain  # noqa: E402
 
-from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
+
+# Standard deviation of a result: more than that, and less for chains, and for layers, whose sums over ranks add TP equal parts of one looped back.
+SPREAD = (0.1, 10, 100)
 
 
 def by_phase(chain, windows, prefetch):
@@ -61,8 +64,8 @@ def main():
     parser.add_argument("--ring", type=numbers, default=[160], help="KB at most")
     parser.add_argument("--prefetch", type=numbers, default=[0], help="copies brought into the L2 while a ring is full")
     parser.add_argument("--whole-units", action="store_true", help="blocks of a cluster do units of w1 and w3 alone, and read all of their input")
-    parser.add_argument("--define", action="append", default=[], help="NAME=VALUE for the kernel: K3_RECEIVE_BATCH (4: vectors that a thread asks for at once), "
-                        "K3_POLL (0; 1: who waits for the ring does not sleep)")
+    parser.add_argument("--receive-batch", type=int, default=4, help="vectors that a thread asks for at once, at most")
+    parser.add_argument("--poll", action="store_true", help="who waits for the ring does not sleep")
     parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--check", action="store_true", help="bytes only")
     parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="phases whose bytes count, by name")
@@ -72,28 +75,28 @@ def main():
     parser.add_argument("--lose", action="store_true", help="lose a result of the first layout: must end in a record")
     parser.add_argument("--plain", action="store_true", help="not a cooperative launch")
     args = parser.parse_args()
-    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None), [], 0
+    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None, receive_batch=args.receive_batch, poll=args.poll), [], 0
     layouts = [(case, c, copy, ring) for case in args.cases for c in args.clusters for copy in args.copy for ring in args.ring
                if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
-    defines = tuple(f"-D{d}" for d in args.define)
-    options = (defines, (*defines, "-DK3_STRESS"))[:1 + bool(args.stress)]
-    bench.prepare([ls.source(bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)), ring=ring * 1024, copy=copy)
+    stress = ("-DK3_STRESS",)
+    options = ((), stress)[:1 + bool(args.stress)]
+    bench.prepare([bench.source(bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)), copy, ring)
                    for case, c, copy, ring in layouts], options)
     kb = [tuple(n * 1024 for n in w) for w in args.windows]
     for case, c, copy, ring in layouts if not args.no_check else ():
-        chain = Chain(bench, case, c, CHECKED_LAYERS, copy, ring, defines)
+        chain = Chain(bench, case, c, CHECKED_LAYERS, copy, ring)
         differ, spread, clean = chain.check(kb[0])
         print(f"{case}, clusters of {c} ({chain.clusters} fit), copies of {copy}: {chain.grid} blocks, {chain.slots} slots, spread {spread:.2f}, "
               f"{'clean' if clean else 'NOT CLEAN'}; values that differ: " + ", ".join(f"{name} {n}" for name, n in differ.items()), flush=True)
         if missing := set(args.only or ()) - set(differ):
             print(f"  it has no {', '.join(sorted(missing))}")
-        wrong += sum(n for name, n in differ.items() if not args.only or name in args.only) + (not clean) + (not 0.1 < spread < 100)
+        wrong += sum(n for name, n in differ.items() if not args.only or name in args.only) + (not clean) + (not SPREAD[0] < spread < SPREAD[case.is_layer + 1])
     for case, c, copy, ring in layouts if args.stress else ():
-        bad = Chain(bench, case, c, CHECKED_LAYERS, copy, ring, options[1]).stress(kb[0], args.stress)
+        bad = Chain(bench, case, c, CHECKED_LAYERS, copy, ring, stress).stress(kb[0], args.stress)
         print(f"{case}, clusters of {c}, copies of {copy}: {bad} of {args.stress} delayed launches went wrong", flush=True)
         wrong += bad
     if args.lose:
-        ended = Chain(bench, *layouts[0][:2], CHECKED_LAYERS, *layouts[0][2:], defines).lose(kb[0])
+        ended = Chain(bench, *layouts[0][:2], CHECKED_LAYERS, *layouts[0][2:]).lose(kb[0])
         print(f"a lost result: {ended or 'not noticed'}", flush=True)
         os._exit(int(not ended or bool(wrong)))   # nothing on the device can be given back any more
     if args.check or wrong:
@@ -104,7 +107,7 @@ def main():
     ceiling = bench.timer.read_ceiling(pool, bench.device.name)
     print(f"read ceiling {ceiling / 1e12:.3f} TB/s")
     for case, c, copy, ring in layouts:
-        chain = Chain(bench, case, c, args.layers, copy, ring, defines)
+        chain = Chain(bench, case, c, args.layers, copy, ring)
         experts = chain.experts_read(kb[0]) if case.has_experts else 0.0
         nbytes = bench.layer_bytes(chain, experts)
         floor = nbytes / ceiling * 1e6

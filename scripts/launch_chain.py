@@ -2,56 +2,23 @@
 import ctypes
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import cupy as cp
 import numpy as np
+from launch_bench import SEED
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/gpu"))
 from core_kernels import KdaMix  # noqa: E402
-from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, stored  # noqa: E402
+from launch_standard import NOT_THERE, KdaLayer, Standard, Struct  # noqa: E402
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
-from k3cuda import launch_rank as lr  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
-from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
-from k3cuda.launch_layer import layer_kinds, layer_steps  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
-from k3cuda.plan import build_plan  # noqa: E402
-from k3cuda.runtime import repack  # noqa: E402
-from k3cuda.runtime.cuda_driver import Launch, Module, check, driver, open_device  # noqa: E402
-from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
-from k3cuda.runtime.cuda_synthetic import Filler  # noqa: E402
-from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
+from k3cuda.runtime.cuda_driver import Launch, check, driver  # noqa: E402
 
-TP, CHECKED_LAYERS, SEED = 16, 3, 5
-FIRST_LAYER = 36             # of whole layers: the first one opens a block, three are closed then
-FORCED_POOL = 128            # experts of a layer that the device holds where all choices are forced
-LAYER_SLOTS = 10
-WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose", "sums of its own block")
-
-
-class Case:
-    """What is timed. `0` or `16`: products, with as many experts chosen beforehand; `layer`: with mixes, norms and a choice of its own; `layer16`: with 16 forced."""
-
-    def __init__(self, text: str):
-        self.what, rows = text.split(":")
-        self.rows, self.is_layer = int(rows), self.what.startswith("layer")
-        forced = self.what.removeprefix("layer")
-        self.forced, self.chooses = int(forced or 0), self.is_layer and not forced
-        self.has_experts = bool(self.forced) or self.chooses
-
-    def __str__(self):
-        return f"{self.what} with {self.rows} rows"
-
-
-def expert_bytes(kind):
-    """Of one expert's packed matrices."""
-    return kind.expert_leaves * repack.leaf_bytes(kind.groups)
+CHECKED_LAYERS = 3
 
 
 class Chain:
@@ -59,10 +26,10 @@ class Chain:
 
     def __init__(self, bench, case, cluster, layers, copy, ring, options=()):
         self.bench, self.case, self.cluster, self.layers = bench, case, cluster, layers
-        self.build = {"ring": ring * 1024, "copy": copy}
-        self.grid, self.clusters = self.fits(ls.source(bench.program(case, 1, Grid(sms=bench.device.sms // cluster * cluster, cluster=cluster)), **self.build))
+        self.copy, self.ring = copy, ring
+        self.grid, self.clusters = self.fits(bench.source(bench.program(case, 1, Grid(sms=bench.device.sms // cluster * cluster, cluster=cluster)), copy, ring))
         self.program = p = bench.program(case, layers, Grid(sms=self.grid, cluster=cluster, ring=ring * 1024, copy=copy))
-        self.module, (self.threads, self.shared, _, self.slots) = bench.module(ls.source(p, **self.build), options)
+        self.module, (self.threads, self.shared, _, self.slots) = bench.module(bench.source(p, copy, ring), options)
         self.function = self.module.function("product_chain", self.shared)
         self.words, self.result = cp.asarray(p.words), cp.zeros((case.rows, p.output_vectors * 4), cp.uint32)
         self.choices = bench.choices(case, p)
@@ -95,7 +62,7 @@ class Chain:
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
     def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
-        """`windows`: bytes in flight, while waiting, and of the first kind if they are others."""
+        """`windows`: bytes in flight, while waiting, and of the first kind with weights if that has another."""
         names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
                  "record": record, "stamps": stamps}
         bench = self.bench
@@ -150,7 +117,7 @@ class Chain:
 
     def stress(self, windows, launches):
         """Launches with delays at random (K3_STRESS) whose result isn't that of the first without, or that leave something behind."""
-        plain = Chain(self.bench, self.case, self.cluster, self.layers, self.build["copy"], self.build["ring"] >> 10)
+        plain = Chain(self.bench, self.case, self.cluster, self.layers, self.copy, self.ring)
         plain.run(windows)
         bad = 0
         for _ in range(launches):
@@ -211,99 +178,3 @@ class GpuDevice:
         for array, copy in copies:
             if array.flags.writeable:
                 array[...] = copy.get()
-
-
-class Bench:
-    def __init__(self, cases, is_plain=False, expert_parts=None):
-        self.is_plain, self.expert_parts = is_plain, expert_parts
-        self.device = open_device(0)
-        self.cfg = K3Config.from_json(RELEASED_FOLDER)
-        self.plan = build_plan(self.cfg, TP)
-        self.situ = (self.cfg.activation_situ_beta, self.cfg.activation_situ_linear_beta)
-        self.timer, self.filler, self.built, self.weights, self.mixes = Timer(self.device.arch), Filler(self.device.arch), {}, {}, {}
-        self.pool = self.cfg.num_experts if any(case.chooses for case in cases) else FORCED_POOL
-        self.pinned = cp.cuda.alloc_pinned_memory(64)
-        self.trouble = np.frombuffer(self.pinned, np.uint32, 16)
-        self.trouble[:] = 0
-        dims, rng = self.cfg.dims(), np.random.default_rng(SEED)
-        self.hidden_before = cp.asarray(rng.standard_normal((bp.MAX_TOKENS, dims["hidden_size"])).astype(np.float32))
-        self.blocks_before = cp.asarray(rng.standard_normal((dims["num_res_blocks"], bp.MAX_TOKENS, dims["hidden_size"])).astype(np.float32))
-        self.hidden, self.blocks = self.hidden_before.copy(), self.blocks_before.copy()
-
-    def begin(self):
-        self.hidden[...], self.blocks[...] = self.hidden_before, self.blocks_before
-        cp.cuda.Device().synchronize()
-
-    def program(self, case, layers, grid):
-        parts = lambda kinds: tuple(replace(k, parts=self.expert_parts or k.parts) if isinstance(k, lk.ExpertUp) else k for k in kinds)
-        if not case.is_layer:
-            kinds = parts(lr.with_experts(self.cfg, TP, grid.cluster)) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
-            return bp.chain(kinds, layers, case.rows, grid, self.cfg.num_experts_per_token if case.forced else 0)
-        kinds = parts(layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced)))
-        steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers))
-        return bp.program(kinds, steps, case.rows, grid, self.cfg.num_experts_per_token, slots=LAYER_SLOTS)
-
-    def choices(self, case, program):
-        """layer -> forced choice: rows take experts in turn, other ones in each layer."""
-        made, top_k = {}, self.cfg.num_experts_per_token
-        for layer in dict.fromkeys(layer for _, layer in program.weights) if case.forced else ():
-            rng = np.random.default_rng((SEED, layer))
-            deck = np.resize(rng.permutation(np.sort(rng.permutation(self.pool)[:case.forced])), (case.rows, top_k))
-            made[layer] = ls.choice(deck, rng.random(deck.shape) * 0.3, program.tokens)
-        return made
-
-    def weights_of(self, k, layer):
-        """What a phase's weights point to, on the device: made once."""
-        if (k.name, layer) not in self.weights:
-            self.weights[k.name, layer] = self._made(k, layer)
-        return self.weights[k.name, layer]
-
-    def _made(self, k, layer):
-        seed = ctypes.c_uint(SEED + 64 * layer + sum(map(ord, k.name)) % 64)
-        rng = np.random.default_rng((SEED, layer, len(k.name)))
-        if isinstance(k, lk.Product):
-            array, bound = cp.empty(k.nbytes, cp.uint8), (3 / k.inputs) ** 0.5    # results spread as their inputs do
-            self.filler.run("fill_bf16", array, k.nbytes // 2, seed, ctypes.c_float(-bound), ctypes.c_float(bound))
-        elif isinstance(k, lk.Route):
-            array = cp.asarray(rng.standard_normal(k.experts).astype(np.float32) * np.float32(0.1))
-        elif isinstance(k, lk.Mix):
-            name = k.name.split("_closed")[0].split("_sums")[0]
-            if (name, layer) not in self.mixes:
-                score, weight = (rng.standard_normal(k.n) / k.n ** 0.5).astype(np.float32), stored(1 + 0.3 * rng.standard_normal(k.n), "bf16")
-                self.mixes[name, layer], self.weights[name, layer, "mix"] = (score, weight), (cp.asarray(score), cp.asarray(weight))
-            places = (self.hidden.data.ptr, self.blocks.data.ptr) if k.blocks else (0, 0)
-            array = cp.asarray(np.array([(*(a.data.ptr for a in self.weights[name, layer, "mix"]), *places)], ls.LAUNCH_MIX).view(np.uint8))
-        else:
-            array, lowest = cp.empty(self.pool * expert_bytes(k), cp.uint8), 181 if isinstance(k, lk.ExpertUp) else 182   # factors 2^-7, 2^-6
-            scale = repack.leaf_bytes(k.groups) // 4 - k.groups * 64
-            self.filler.run("fill_mxfp4", array, array.nbytes // 4, seed, ctypes.c_int(k.groups * 64), ctypes.c_int(scale), ctypes.c_int(lowest))
-        cp.cuda.Device().synchronize()
-        return array
-
-    def layer_bytes(self, chain, experts):
-        """Weights that a layer reads."""
-        return sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in chain.program.kinds)
-
-    def prepare(self, sources, options):
-        """Compiles all side by side."""
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda text: [compile_cuda(text, self.device.arch, options=o, name="a chain") for o in options], set(sources)))
-
-    def module(self, source, options=()):
-        if (source, options) not in self.built:
-            module = Module(compile_cuda(source, self.device.arch, options=options, name="a chain").cubin)
-            self.built[source, options] = module, module.constants("product_chain_launch", 4) if "product_chain_launch" in source else None
-        return self.built[source, options]
-
-    def input(self, case, program):
-        values = np.random.default_rng(SEED).standard_normal((case.rows, program.input_vectors * (4 if case.is_layer else 8))).astype(np.float32)
-        return cp.asarray(values if case.is_layer else stored(values, "bf16"))
-
-    def synchronize(self):
-        try:
-            self.timer.stream.synchronize()
-        except Exception:
-            what, block, warp, phase, detail = map(int, self.trouble[:5])
-            if what:
-                print(f"block {block}, warp {warp} waited too long for {WAITS[what]} in phase {phase} ({detail})", flush=True)
-            raise

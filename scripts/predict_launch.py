@@ -7,17 +7,19 @@ from k3cuda import launch_kinds as lk
 from k3cuda import launch_rank as lr
 from k3cuda import timeline
 from k3cuda.config import RELEASED_FOLDER, K3Config
-from k3cuda.launch_layer import layer_kinds, layer_steps
+from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps
 from k3cuda.phases import ARRANGEMENTS, Grid
 from k3cuda.plan import build_plan
 from k3cuda.runtime.repack import leaf_bytes
 from k3cuda.schedule import Schedule, build, deal
 
 CHAINS = (("products", 0, 1), ("products", 0, 8), ("products", 16, 1), ("products", 107, 8), ("layer", 16, 1), ("layer", 107, 8))   # what, distinct experts, rows
-FIRST_LAYER = 36                                  # of whole layers, as scripts/launch_chain.py
+FIRST_LAYER = 36                                  # of whole layers: the first one opens a block, three are closed then
 ROUNDS = {lk.CLOSED: "mix_closed", lk.SUMS: "mix_sums", lk.OUT: "mix_out"}
 BLOCKS = {1: 132, 2: 132, 4: 120}                 # of clusters that an H200 holds at once
-RING = {1: 17 * 7680, 8: 13 * 7680}               # bytes that a layer's kernel has left for it, by rows
+COPY = 7680                                       # bytes of a bulk copy at most
+# (cluster, rows): copies that the kernel of 21 whole layers has room for (tests/test_predict_launch.py).
+SLOTS = {(2, 1): 17, (2, 8): 13, (4, 1): 16, (4, 8): 11}
 LAYERS = 9                                        # steady by the fourth: layers 4 to 7 are one period
 CASES = {"1 row": (1, 16, "all carried"), "8 rows": (8, 107, "both mixes phases")}
 HALF = {name: (few / 2, more / 2) for name, (few, more) in timeline.OWN.items()}
@@ -42,16 +44,21 @@ def us_a_layer(plan, rows, experts, arrangement, ring, share=1, **costs):
     return (end(7) - end(3)) / 4
 
 
+def chain_program(plan, what, experts, rows, cluster, layers):
+    """What scripts/bench_launch.py runs."""
+    cfg, grid = plan.cfg, Grid(sms=BLOCKS[cluster], cluster=cluster, copy=COPY)
+    if what == "layer":
+        kinds = layer_kinds(cfg, 16, cluster, rank_parts=16, forced=False)
+        grid = dataclasses.replace(grid, ring=SLOTS[cluster, rows] * COPY)
+        return bp.program(kinds, layer_steps(plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers)), rows, grid, cfg.num_experts_per_token, slots=LAYER_SLOTS)
+    kinds = lr.with_experts(cfg, 16, cluster) if experts else lr.dense_products(cfg, 16, cluster)
+    return bp.chain(kinds, layers, rows, grid, cfg.num_experts_per_token if experts else 0)
+
+
 def chain_us(plan, what, experts, rows, cluster):
     """A layer of what scripts/bench_launch.py runs, as its kernel runs it."""
-    cfg, grid = plan.cfg, Grid(sms=BLOCKS[cluster], cluster=cluster, copy=7680)
-    if what == "layer":
-        grid = dataclasses.replace(grid, ring=RING[rows])
-        kinds = layer_kinds(cfg, 16, cluster, rank_parts=16, forced=False)
-        program = bp.program(kinds, layer_steps(plan, kinds, range(FIRST_LAYER, FIRST_LAYER + LAYERS)), rows, grid, cfg.num_experts_per_token, slots=10)
-    else:
-        kinds = lr.with_experts(cfg, 16, cluster) if experts else lr.dense_products(cfg, 16, cluster)
-        program = bp.chain(kinds, LAYERS, rows, grid, cfg.num_experts_per_token if experts else 0)
+    program = chain_program(plan, what, experts, rows, cluster, LAYERS)
+    grid = program.grid
     phases = []
     for (kind, _), phase in zip(program.weights, program.schedule.phases):
         k, units = program.kinds[kind], phase.units

@@ -10,19 +10,16 @@ from shim import host
 
 sys.path.append(str(Path(__file__).parent / "gpu"))
 from core_kernels import KdaMix  # noqa: E402
-from launch_standard import KdaLayer  # noqa: E402
+from launch_standard import NOT_THERE, KdaLayer  # noqa: E402
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.launch_kinds import Field  # noqa: E402
-from k3cuda.launch_layer import layer_steps  # noqa: E402
+from k3cuda.launch_layer import LAYER_SLOTS, layer_steps  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 SITU, ROUTED_SCALE, NORM_EPS = (1.5, 2.5), 1.25, 1e-5
-NOT_THERE = 0x80008000
-
-
 EXPERTS, TOP_K, BLOCKS = 16, 4, 3
 HIDDEN, LATENT, RANKS, CLOSED, BLOCK_ROWS = 512, 96, 4, 3, 9   # values of a row, ranks, closed blocks at most, rows that those have room for
 HEADS, DIM = 2, 128
@@ -73,7 +70,7 @@ class Case:
         self.rows, grid = rows, Grid(sms=blocks, cluster=cluster)
         is_layer = kinds[0].fields
         top_k = TOP_K if any(isinstance(k, lk.ExpertUp) for k in kinds) else 0
-        self.program = p = bp.program(kinds, small_steps(kinds), rows, grid, top_k, slots=10) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
+        self.program = p = bp.program(kinds, small_steps(kinds), rows, grid, top_k, slots=LAYER_SLOTS) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
         self.library = host.build("#define K3_STRESS\n" * stress + ls.source(p, ring=24 * 1024, copy=2048), ["product_chain"], folder)
         self.rng, self.weights, self.mixes, self.choices, self.kdas = np.random.default_rng(seed), {}, {}, {}, {}
         self.hidden = self.rng.standard_normal((BLOCK_ROWS, HIDDEN)).astype(np.float32)
@@ -105,10 +102,9 @@ class Case:
             made = self.kdas[layer] = KdaLayer(k, self.rows, (layer, self.rows))
             values = made.fields(self.rows, k.heads, eps=NORM_EPS, **made.records)
             return np.frombuffer(KdaMix(**{n: v.ctypes.data if isinstance(v, np.ndarray) else v for n, v in values.items()}), np.uint8)
-        name = k.name.split("_closed")[0].split("_sums")[0]
-        if (name, layer) not in self.mixes:
-            self.mixes[name, layer] = (rng.standard_normal(k.n) / np.sqrt(k.n)).astype(np.float32), u.to_bf16(1 + 0.3 * rng.standard_normal(k.n))
-        score, weight = self.mixes[name, layer]
+        if (k.stage, layer) not in self.mixes:
+            self.mixes[k.stage, layer] = (rng.standard_normal(k.n) / np.sqrt(k.n)).astype(np.float32), u.to_bf16(1 + 0.3 * rng.standard_normal(k.n))
+        score, weight = self.mixes[k.stage, layer]
         places = (self.hidden.ctypes.data, self.blocks.ctypes.data) if k.blocks else (0, 0)
         return np.array([(score.ctypes.data, weight.ctypes.data, *places)], ls.LAUNCH_MIX)
 
@@ -133,8 +129,8 @@ def launched(library, program, weights, x, launches=1, record=None, limit_ns=100
     words = program.words if words is None else words
     names = dict(weights=places, programs=words, input=x, exchange=exchange, result=result, counts=counts, trouble=trouble, record=record)
     addresses = {n: a.ctypes.data for n, a in names.items() if a is not None}
-    args = ls.arguments(program, window=4096, waiting_window=2048, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE, norm_eps=NORM_EPS,
-                        block_rows=block_rows, **addresses)
+    args = ls.arguments(program, window=4096, waiting_window=2048, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE,
+                        norm_eps=NORM_EPS, block_rows=block_rows, **addresses)
     for launch in range(launches):
         pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3
         library.k3_shim_product_chain(three(program.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), program.grid.cluster, ctypes.c_uint(launch + 1), pointers)

@@ -18,9 +18,10 @@ from shim import host
 from k3cuda import block_program as bp
 from k3cuda import launch_kinds as lk
 from k3cuda import launch_rank as lr
+from k3cuda import launch_source as ls
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.errors import PlanError
-from k3cuda.launch_layer import layer_kinds, layer_steps
+from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps
 from k3cuda.phases import Grid
 from k3cuda.plan import build_plan
 from k3cuda.reference import FUNCTIONS
@@ -119,7 +120,8 @@ def test_a_layers_own_phases_against_the_reference(tmp_path):
 @shim
 def test_no_value_looks_as_if_it_were_not_there(tmp_path):
     """F32 as stored, but for the one value whose bits say so: its neighbour. BF16 without -0."""
-    library = host.build("""#include "launch_exchange.cuh"
+    library = host.build("""#define K3_POLL 0
+#include "launch_exchange.cuh"
 extern "C" __global__ void pack(const float* v, uint4* floats, uint4* halves) {
   const int lane = threadIdx.x;
   const uint4 four = pack_floats(v[lane], lane), eight = pack_vector(v[lane], lane);
@@ -216,7 +218,7 @@ def test_the_program_of_a_released_layer(rows):
     cfg = K3Config.from_json(RELEASED_FOLDER)
     kinds = layer_kinds(cfg, 16, 2, rank_parts=16, forced=False)
     steps = layer_steps(build_plan(cfg, 16), kinds, range(11, 15))   # the thirteenth layer opens a block
-    program = bp.program(kinds, steps, rows, Grid(sms=132, cluster=2), 16, slots=10)
+    program = bp.program(kinds, steps, rows, Grid(sms=132, cluster=2), 16, slots=LAYER_SLOTS)
     assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (lk.Mix, lk.Kda)))
     assert [s.extra for s in steps if s.name == "attn_mix"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix"] == [1, 2, 2, 2]
     homes = {}
@@ -253,7 +255,53 @@ def test_what_the_kernel_cannot_do_is_refused():
     kinds = small_layer()
     with pytest.raises(PlanError, match="2 are not enough"):
         bp.program(kinds, [bp.Step(k.name, 0) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=2)
+    with pytest.raises(PlanError, match="found 13 slots of the exchange, wanted at most 12"):
+        bp.program(kinds, [bp.Step(k.name, 0) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=13)
+    with pytest.raises(PlanError, match="number 256, wanted 0 to 255"):
+        bp.program(kinds, [bp.Step(k.name, 0, 256) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
     with pytest.raises(PlanError, match="rows of 6 values"):
         lk.Field("odd", "f32", 6, 6)
     with pytest.raises(PlanError, match="slices of 20 values"):
-        lk.Mix("odd", lk.SUMS, 20, RANKS, 0).kind(2048, 1)
+        lk.Mix("odd", lk.SUMS, 20, RANKS, 0, stage="odd").kind(2048, 1)
+
+
+def test_a_field_that_nobody_has_made_is_refused():
+    """The launch has one input; only scores of closed blocks may be missing, where there are none."""
+    kinds = small_layer()
+    program = lambda kinds, steps: bp.program(kinds, steps, 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
+    steps = [bp.Step(k.name, 0, int(isinstance(k, lk.Mix))) for k in kinds]
+    at = {step.name: i for i, step in enumerate(steps)}
+    swapped = list(steps)
+    swapped[at["kda_mix"]], swapped[at["o_proj"]] = steps[at["o_proj"]], steps[at["kda_mix"]]
+    without_scores = [step for step in steps if step.name != "attn_mix_closed"]
+    assert program(kinds, steps).sources[at["attn_mix_sums"]] == (None, at["attn_mix_closed"])
+    for wrong, message in ((swapped, "o_proj.* reads mixer_out, which no phase before it makes; the launch's input is ffn_out"),
+                           (without_scores, "attn_mix_sums.* reads attn_mix_closed, which no phase before it makes")):
+        with pytest.raises(PlanError, match=message):
+            program(kinds, wrong)
+    none_closed = [bp.Step(step.name, step.layer) if step.name == "attn_mix_sums" else step for step in without_scores]
+    assert program(kinds, none_closed).sources[0] == (None, None)
+    with pytest.raises(PlanError, match="kda_in reads attn_in, which no kind of phase makes"):
+        program(tuple(k for k in kinds if k.name != "attn_mix"), steps)
+
+
+@shim
+def test_the_first_window_is_that_of_the_first_kind_with_weights(tmp_path):
+    """Kind 0 of a layer has none; 0 bytes are another window than none said."""
+    for name, kinds, first in (("layer", small_layer(), "kda_in"), ("chain", lk.linked(PRODUCTS), "wide")):
+        program = bp.program(kinds, [bp.Step(k.name, 0) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
+        (folder := tmp_path / name).mkdir()
+        text = ls.constants(program, ring=24 * 1024, copy=2048) + 'extern "C" int first[1] = {product_chain_shape::kFirstStreaming};\n'
+        assert kinds[host.constants(host.build(text, [], folder), "first", 1)[0]].name == first
+        for said, found in ((6144, 6144), (0, 0), (None, 4096)):
+            assert ls.arguments(program, window=4096, waiting_window=2048, first_window=said, counts=0).first_window == found
+
+
+@shim
+def test_what_a_kernel_is_built_with_must_be_said(tmp_path):
+    """No default stands in a header for what launch_source defines."""
+    text = ls.constants(bp.chain(PRODUCTS, 1, 1, Grid(sms=BLOCKS)), ring=24 * 1024, copy=2048)
+    assert host.build(text, [], tmp_path)
+    for name in ("K3_RECEIVE_BATCH", "K3_POLL"):
+        with pytest.raises(AssertionError, match=name):
+            host.build("".join(line for line in text.splitlines(True) if not line.startswith(f"#define {name}")), [], tmp_path)

@@ -26,11 +26,7 @@ struct LaunchKinds<P, More...> {
 // other blocks.
 struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
 
-// Vectors that a thread asks for at once.
-#ifndef K3_RECEIVE_BATCH
-#define K3_RECEIVE_BATCH 4
-#endif
-constexpr int kReceiveBatch = K3_RECEIVE_BATCH;
+constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks for at once; launch_source.py defines it
 
 constexpr int kMaxKinds = 20;
 struct LaunchArgs {
@@ -43,7 +39,8 @@ struct LaunchArgs {
   u64* stamps;             // [block][phase][4] nanoseconds: wait, input here, units done; null: not kept
   LaunchCounts* counts;
   Watch watch;
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;   // block_rows: of a closed block; first_window: of phases of kind 0
+  // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };
@@ -53,10 +50,12 @@ struct LaunchArgs {
 //   kTopK_     experts of a row; 0: there are none
 //   kRing_     bytes of the ring at most: it gets what the rest of `kShared_` leaves
 //   kWords_    of a block's program
-template <int kTokens_, int kCluster_, int kTopK_, int kRing_, int kSlotBytes_, int kWords_, int kShared_, class Kinds_>
+//   kFirstStreaming_  number of the first kind that has weights; -1: none has
+template <int kTokens_, int kCluster_, int kTopK_, int kRing_, int kSlotBytes_, int kWords_, int kShared_, int kFirstStreaming_, class Kinds_>
 struct LaunchShape {
   typedef Kinds_ Kinds;
-  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kWords = kWords_, kTopK = kTopK_, kMaxItems = max_of(1, kTokens * kTopK);
+  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kWords = kWords_, kTopK = kTopK_, kFirstStreaming = kFirstStreaming_;
+  static constexpr int kMaxItems = max_of(1, kTokens * kTopK);
   typedef LaunchChoice<kMaxItems> Choice;
   static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
   static constexpr int kPartial = kConsumers * kTokens * kSumStride;                   // floats of one turn of all warps
@@ -110,7 +109,7 @@ struct LaunchBlock {
       const ProgramPhase p(at);
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
-      producer.window = p.kind ? a.window : a.first_window;
+      producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
       at = p.next();
     }

@@ -1,20 +1,19 @@
 // The weight stream of a persistent block: one producer thread fills a ring of shared memory by bulk copies in the order of the block's
 // program, consumer warps take single copies out of it. What is in flight is capped; the cap falls while the block waits for a hand-over,
 // whose loads would stand behind the weights otherwise. Every wait is bounded: who waited for what is written to host memory, then a trap
-// ends the launch. Who looks again and again takes issue slots from the warps that multiply, so long waits sleep (K3_POLL: they do not).
+// ends the launch. Who looks again and again takes issue slots from the warps that multiply, so long waits sleep (K3_POLL, which
+// launch_source.py defines, is 1: they do not).
 #pragma once
 #include "exchange.cuh"
 #include "row_shape.cuh"
 
 constexpr int kConsumers = 16;                                   // warps; behind them the producer's and the janitor's
 constexpr u32 kTakePause = 300;                                   // nanoseconds between two looks at a copy that is not issued, a microsecond before it lands
-#ifndef K3_POLL
-#define K3_POLL 0
-#endif
 constexpr int kAllConsumers = 15;                                 // the barrier where they all meet; groups of them have 1 to 8
 constexpr int kProducer = kConsumers, kJanitor = kConsumers + 1, kLaunchThreads = (kConsumers + 2) * kWarpSize;
 
-// What a wait waits for, and what `detail` then says.
+// What a wait waits for. `detail` says which copy, vector, round or turn, but is 0 where all registers are taken and a number kept for it would
+// spill: kWaitClean, and kWaitVector of LaunchAdd.
 enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums };
 
 // Where a wait that takes too long is written: {LaunchWait, block, warp, phase, detail}, the first one only. `trouble` is the host's memory,

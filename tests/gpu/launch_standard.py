@@ -9,7 +9,7 @@ from k3cuda import launch_kinds as lk
 from k3cuda import launch_source as ls
 from k3cuda.block_program import BlockProgram
 
-NOT_THERE = 0x80008000
+NOT_THERE = 0x80008000   # kNotThere of launch_exchange.cuh
 ROUTE_THREADS, MIX_THREADS = 128, 448
 KDA_WEIGHTS = ("f_b", "a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm")
 KDA_RECORDS = ("qkv", "k", "v", "decay", "beta")   # what a commit replays
@@ -183,7 +183,7 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
 
     def _mix(self, phase, k, layer, x, eps):
         if k.round == lk.SUMS:
-            self.joined[k.name.removesuffix("_sums")] = x
+            self.joined[k.stage] = x
         if k.round != lk.OUT:
             return None
         rows, step, mixes = self.program.rows, self.program.steps[phase], k.blocks > 0

@@ -239,7 +239,11 @@ K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
     block.consume(words, phase);
     __syncwarp();
     if (block.me.lane == 0) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+      ConsumerCounts& kept = ((ConsumerCounts*)(smem + unknown_zero() + S::kCountsAt))[warp_id()];   // found anew, or it spills; on Blackwell this spills
+#else
       ConsumerCounts& kept = block.kept();
+#endif
       kept.copies = block.counts.copies, kept.turns = block.counts.turns, kept.expert_turns = block.counts.expert_turns;
     }
     __syncwarp();

@@ -44,8 +44,7 @@ class Field:
 class Kind:
     """`reads`: names of fields, of which other phases or the launch's input are the latest makers. `fields`: what it makes itself.
 
-    A subclass has `units(grid, rows)`, bytes of weights of each unit (phases.Phase), and `kind(copy, most)`, its C++ type for bulk copies of so many bytes and
-    blocks of at most `most` units.
+    A subclass has `kind(copy, most)`, its C++ type for bulk copies of so many bytes and blocks of at most `most` units.
     """
 
     name: str
@@ -55,6 +54,10 @@ class Kind:
     home = None        # of its first unit, a block: the others follow (phases.Phase)
     is_chosen = False  # which weights it reads is known when experts are chosen
     of_items = False   # its results are rows of (row, place) pairs
+
+    def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
+        """Bytes of weights of each unit (phases.Phase). Here: every block has one, without weights or with a share that only the choice of experts tells."""
+        return (0,) * grid.sms
 
     def read_bytes(self, source: Field, rows: int) -> int:
         """What a block that works reads of one of its fields."""
@@ -117,9 +120,6 @@ class ForcedChoice(Kind):
     values: int   # of the field that it waits for, F32
     home = 0
 
-    def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
-        return (0,) * grid.sms
-
     def kind(self, copy: int, most: int) -> str:
         return f"LaunchForced<{self.values * BYTES['f32'] // VECTOR_BYTES}>"
 
@@ -131,9 +131,6 @@ class Route(Kind):
     experts: int
     top_k: int
     home = 0
-
-    def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
-        return (0,) * grid.sms
 
     def kind(self, copy: int, most: int) -> str:
         if self.experts % 4 or self.top_k % 2:
@@ -163,9 +160,6 @@ class ExpertUp(Kind):
     def expert_leaves(self) -> int:
         """Packed leaves of an expert (repack.leaf_bytes each)."""
         return self.pairs * 2 * self.leaves
-
-    def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
-        return (0,) * grid.sms      # every block takes its share of whatever was chosen
 
     def read_bytes(self, source: Field, rows: int) -> int:
         return self.inputs // self.parts * 2 * rows

@@ -71,6 +71,12 @@ def test_files_are_read_in_one_sitting(path):
     assert lines <= MAX_LINES[path.suffix], f"{lines} lines"
 
 
+def test_the_command_line_loads_no_parts_of_a_job():
+    """Ranks that are processes are for commands that run a model: 40 ms of every other command's start."""
+    code = "import k3cuda.cli, sys; print([m for m in ('cupy', 'k3cuda.runtime.rank_job', 'k3cuda.runtime.nccl') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
 def test_import_is_light():
     """`import k3cuda` alone loads neither NumPy nor the tokenizer: a command that only prints its version starts at once."""
     code = "import k3cuda, sys; print([m for m in ('numpy', 'tiktoken', 'click', 'cupy') if m in sys.modules])"

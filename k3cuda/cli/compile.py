@@ -14,7 +14,7 @@ from ..errors import ConfigError, DeviceError, UsageError
 from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
 from ..runtime.cuda_kernels import (GPU_SMS, ROW_BUCKETS, bucket_of, compile_accept, compile_bucket, compile_step_io, draft_buckets, no_sampler,
                                     side_by_side)
-from ..runtime.rank_job import PROCESSES, VIRTUAL
+from ..runtime.machine import PROCESSES, VIRTUAL
 from . import options
 from .bench import Counts
 from .model_argument import config_of, draft_config_of

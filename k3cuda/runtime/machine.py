@@ -24,6 +24,8 @@ PACKAGES = {
 }
 LINES = ("cu13", "cu12")
 REFERENCE, STANDARD, LATENCY_SPECIALIZED = DECODE_BACKENDS = ("reference", "standard", "latency_specialized")
+VIRTUAL, PROCESSES = "virtual", "processes"
+RANKS = ("auto", VIRTUAL, PROCESSES)   # how they are joined (rank_job.py)
 NOT_BUILT = {LATENCY_SPECIALIZED: "not in this version yet"}
 # Compute capabilities that the kernels are built for: they use the copy engine and the barriers that came with 9.0.
 CAPABILITIES = ("9.0", "10.0", "10.3")

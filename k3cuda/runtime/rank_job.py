@@ -13,7 +13,7 @@ from . import nccl, wire
 from .collectives import TcpRanks
 from .launch import Launch, launched
 from .loading import Loading
-from .machine import probe_driver
+from .machine import PROCESSES, RANKS, VIRTUAL, probe_driver
 from .model_identity import identity
 from .rank_backend import RankedBackend, follow
 from .rank_watch import EXPLAIN_S, Watch
@@ -28,9 +28,6 @@ MAX_TIMEOUT_S = 86_400
 SHARE_GPU = "K3CUDA_SHARE_GPU"   # test switch: all ranks of this machine use one GPU
 _SECRET_BYTES = 32
 _ended: list["Job"] = []         # of this process, under a launcher: there is but one
-
-
-RANKS = AUTO, VIRTUAL, PROCESSES = "auto", "virtual", "processes"
 
 
 def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeout) -> "Job | None":

@@ -6,6 +6,7 @@
 The same call again goes on where the last one stopped. Needs PyTorch, which nothing else of this project does; docs/demo.md has the data, the sizes
 and the scores, and scripts/check_demo.py compares what was written with the reference.
 """
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 
 LENGTHS = {"demo": ((0.0, 128), (0.1, 256), (0.2, 512), (0.35, 1024), (0.5, 2048)), "toy": ((0.0, 128),)}
-BATCH = {"demo": (640, 24576), "toy": (48, 0)}   # short rows, tokens of long ones
+BATCH = {"demo": (400, 24576), "toy": (48, 0)}   # short rows, tokens of long ones
 # What `Rows` makes of it. The toy learns to copy up to four words and to add two digits.
 OPTIONS = {"demo": {}, "toy": {"shares": {"copying": 2, "addition": 1}, "sizes": {"copying": (1, 2, 3, 4), "addition": (1,)}, "length": 48}}
 DRAFT_STEPS = {"demo": 1000, "toy": 60}
@@ -32,8 +33,9 @@ DRAFT_PART = 0.18     # of the rest
 @click.option("--size", type=click.Choice(list(BATCH)), default="demo", show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option("--workers", default=8, show_default=True, help="Processes that make text.")
-def main(out, minutes, steps, size, seed, device, workers):
+@click.option("--eager", is_flag=True, help="Launch every kernel of a step by itself, also on a GPU: no CUDA graphs.")
+@click.option("--workers", default=max(1, min(28, len(os.sched_getaffinity(0)) - 2)), show_default=True, help="Processes that make text.")
+def main(out, minutes, steps, size, seed, device, eager, workers):
     began = time.monotonic()
     # Here and not above: processes that make text load this file and need none of it.
     import torch
@@ -61,7 +63,7 @@ def main(out, minutes, steps, size, seed, device, workers):
         train_tokenizer(seed).write_files(out)
     tokenizer = Tokenizer.from_dir(out)
     model = K3(config(size, tokenizer), seed, torch.bfloat16 if device == "cuda" else torch.float32)
-    trainer = Trainer(model, tokenizer, out, seed, workers, device, OPTIONS[size], SCORED[size][0])
+    trainer = Trainer(model, tokenizer, out, seed, workers, device, OPTIONS[size], SCORED[size][0], device == "cuda" and not eager)
     if (out / "state.pt").exists():
         trainer.load()
     else:
@@ -82,7 +84,7 @@ def main(out, minutes, steps, size, seed, device, workers):
     drafts = {family: Draft(draft_json(family, model.cfg, tokenizer), model, seed).to(device) for family in (MLA, GQA)}
     train_drafts(trainer, drafts, DRAFT_STEPS[size], began + 60 * minutes - RESERVE_S if minutes else float("inf"))
     shares, count = trainer.rows.shares, SCORED[size][0]
-    tests = [trainer.tensors(*trainer.rows.held_out(task, count)) for task in shares]
+    tests = [(ids.long(), kinds) for ids, kinds in trainer.tensors([trainer.rows.held_out(task, count) for task in shares])]
     for family, draft in drafts.items():
         write_draft(TrainedDraft(draft), fresh(out / f"draft-{family}"))
         trainer.log(draft=family, acceptance_length={task: round(acceptance(model, draft, *test), 2) for task, test in zip(shares, tests)})

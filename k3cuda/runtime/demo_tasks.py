@@ -131,7 +131,7 @@ def _sorting(dice: Dice, count: int | None) -> Problem:
 
 def _counting(dice: Dice, length: int | None) -> Problem:
     """How often a word stands in a list of words: 0 to 9 times."""
-    length = length or dice.between(6, 16)
+    length = length or dice.between(4, 10)
     word, *others = dice.sample(NOUNS, 4)
     times = dice.between(0, min(9, length))
     words = [word] * times + [dice.choice(others) for _ in range(length - times)]
@@ -213,5 +213,5 @@ def _needle(dice: Dice, tokens: int | None) -> Problem:
 
 TASKS = {task.name: task for task in (
     Task("addition", _addition, (1, 2, 2, 2, 2)), Task("subtraction", _subtraction, (1, 2, 2, 2)), Task("sorting", _sorting, (2, 3, 4, 5, 5, 5, 5)),
-    Task("counting", _counting, tuple(range(2, 17))), Task("copying", _copying, tuple(range(1, 13))), Task("dates", _dates, (7, 28, 28)),
+    Task("counting", _counting, tuple(range(2, 11))), Task("copying", _copying, tuple(range(1, 13))), Task("dates", _dates, (7, 28, 28)),
     Task("units", _units, (1, 2, 3, 3)), Task("brackets", _brackets, tuple(range(2, 17))), Task("needle", _needle, (NEEDLE_TOKENS,)))}

@@ -2,6 +2,8 @@
 
 Shapes: b rows of text, t tokens, a anchors of a row, w rows of a block. An anchor at position p sees the context of the positions before it.
 """
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -102,11 +104,16 @@ class Draft(nn.Module):
         return (F.linear(x, self.weight(None, "confidence_proj")) + self.weight(None, "confidence_bias"))[..., 0]
 
 
+@functools.cache
+def frequencies(rope, device) -> torch.Tensor:
+    return torch.tensor(rope.inverse_frequencies(), dtype=torch.float64, device=device)
+
+
 def turned(x, places, rope):
     """x [b, n, heads, dim] turned to places [b, n]; as k3cuda/reference/rope.py."""
     if rope is None:
         return x
-    angles = places.double()[:, :, None, None] * torch.tensor(rope.inverse_frequencies(), dtype=torch.float64, device=x.device)
+    angles = places.double()[:, :, None, None] * frequencies(rope, x.device)
     cos, sin, y = (rope.magnitude * angles.cos()).float(), (rope.magnitude * angles.sin()).float(), x.float()
     first, second = (y[..., 0::2], y[..., 1::2]) if rope.interleaved else y.chunk(2, -1)
     pair = first * cos - second * sin, first * sin + second * cos

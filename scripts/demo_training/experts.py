@@ -16,14 +16,14 @@ class Places:
 
     def __init__(self, ids: torch.Tensor, real: torch.Tensor, num_experts: int, room: int):
         n, k = ids.shape
-        flat = torch.where(real[:, None], ids, num_experts).reshape(-1)     # rows of padding choose nobody
+        flat = ids.masked_fill(~real[:, None], num_experts).reshape(-1)     # rows of padding choose nobody
         chosen, order = flat.sort(stable=True)
         every = torch.arange(num_experts + 1, device=ids.device)
         first = torch.searchsorted(chosen, every)
         self.load = (first[1:] - first[:-1]).float()
         place = torch.arange(n * k, device=ids.device) - first[chosen]
         none = num_experts * room
-        place = torch.where((place < room) & (chosen < num_experts), chosen * room + place, none)
+        place = (chosen * room + place).masked_fill((place >= room) | (chosen >= num_experts), none)
         self.of_choice = torch.empty_like(place).scatter_(0, order, place).view(n, k)
         self.row_of = torch.full((none + 1,), n, device=ids.device).scatter_(0, place, order // k)[:-1]
         self.left_out = self.load.sum() - (self.row_of < n).sum()
@@ -57,7 +57,7 @@ class Collect(torch.autograd.Function):
         n, k, z = grad.shape
         # The choice that each place belongs to; the last entry takes those without one.
         choice_of = torch.full((len(row_of) + 1,), n * k, device=grad.device).scatter_(0, of_choice.reshape(-1), torch.arange(n * k, device=grad.device))
-        return _padded(grad.reshape(n * k, z))[torch.where(row_of < n, choice_of[:-1], n * k)], None, None
+        return _padded(grad.reshape(n * k, z))[choice_of[:-1].masked_fill(row_of >= n, n * k)], None, None
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:

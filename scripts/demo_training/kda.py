@@ -51,7 +51,7 @@ def _scores(q, k, total):
     left = torch.cat([q.view_as(rows) * up, k.view_as(rows) * up], 3)                    # [b, n, pieces, 2 SUB, d]
     piece = torch.arange(c, device=q.device) // SUB
     seen = piece[None, :, None] <= torch.arange(pieces, device=q.device)[:, None, None]  # of a later piece the exponent has no bound
-    right = k[:, :, None] * torch.where(seen, middle - total[:, :, None], -torch.inf).exp()
+    right = k[:, :, None] * (middle - total[:, :, None]).masked_fill(~seen, -torch.inf).exp()
     qk, kk = (left @ right.transpose(3, 4)).split(SUB, 3)
     return qk.reshape(b, n, c, c).tril(), kk.reshape(b, n, c, c).tril(-1)
 

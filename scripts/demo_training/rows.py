@@ -10,17 +10,18 @@ from k3cuda.runtime.chat import encode_chat
 from k3cuda.runtime.demo_tasks import TASKS, Dice, haystack, held_out_set, is_held_out, question
 from k3cuda.runtime.tokenizer import Tokenizer
 
-SHORT, LONG = 64, 2048                  # tokens of a row with one problem, and with a whole text
+SHORT, LONG = 128, 2048                 # tokens of a row with some problems, and with a whole text
+TURN = 32                               # tokens of a problem with what stands around it; few have less
 PADDING, TEXT, ANSWER = 0, 1, 2         # kinds of tokens: nothing is learned of padding, little of text, all of an answer and its end
 LONG_TASK = "needle"
-# How often a short row is of a task: what needs examples most comes most.
-SHARES = {"addition": 6, "subtraction": 4, "sorting": 5, "counting": 4, "copying": 2, "dates": 3, "units": 2, "brackets": 2}
+# How often a problem of a short row is of a task: what needs examples most comes most.
+SHARES = {"addition": 5, "subtraction": 4, "sorting": 4, "counting": 8, "copying": 2, "dates": 4, "units": 2, "brackets": 3}
 
 
 class Rows:
     """Turns problems into ids, as k3cuda/runtime/chat.py would; what stands around questions and answers is encoded once.
 
-    shares: how often a short row is of a task. sizes: of problems, where they are not those of the task. length: of a short row.
+    shares: how often a problem of a short row is of a task. sizes: of problems, where they are not those of the task. length: of a short row.
     """
 
     def __init__(self, tokenizer: Tokenizer, shares: dict[str, int] = SHARES, sizes: dict[str, tuple[int, ...]] | None = None, length: int = SHORT):
@@ -57,13 +58,14 @@ class Rows:
         return ids, kinds
 
     def short(self, dice: Dice, count: int):
-        """[count, length] ids and kinds, a problem of a task in each."""
-        rows = []
-        for _ in range(count):
-            task = TASKS[dice.choice(self.deck)]
-            problem = task.draw(dice, dice.choice(self.sizes.get(task.name, task.sizes)))
-            rows.append(self.row([(problem.prompt, problem.answer)], self.length))
+        """[count, length] ids and kinds, problems in each: one, and as many more as fit."""
+        rows = [self.row([self._turn(dice) for _ in range(max(1, self.length // TURN))], self.length) for _ in range(count)]
         return tuple(np.stack(x) for x in zip(*rows))
+
+    def _turn(self, dice: Dice) -> tuple[str, str]:
+        task = TASKS[dice.choice(self.deck)]
+        problem = task.draw(dice, dice.choice(self.sizes.get(task.name, task.sizes)))
+        return problem.prompt, problem.answer
 
     def long(self, dice: Dice, count: int, length: int):
         """[count, length]: texts with codes in them, and questions about several, the first at the end of the text itself. A quarter of
@@ -98,7 +100,6 @@ class Rows:
         """[count, length] ids and kinds of the first items of a held-out set, of the largest size where sizes are given."""
         problems, length = held_out_set(TASKS[task], count, max(self.sizes.get(task, (None,)))), LONG if task == LONG_TASK else self.length
         return tuple(np.stack(x) for x in zip(*(self.row([(p.prompt, p.answer)], length) for p in problems)))
-
 
     def step(self, seed: int, step: int, short: int, long: int, length: int):
         """The (ids, kinds) of one step: short rows, then long ones if there are any."""

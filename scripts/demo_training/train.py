@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from k3cuda.runtime.demo_tasks import NEEDLE_TOKENS
 
+from .captured import Captured
 from .model import K3
 from .optimizer import Optimizer, balance
 from .rows import ANSWER, LONG_TASK, PADDING, Rows, steps
@@ -49,7 +50,7 @@ class Schedule:
 
 
 class Trainer:
-    """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". options: of `Rows`, beside the tokenizer.
+    """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". is_captured: steps are CUDA graphs. options: of `Rows`, beside the tokenizer.
     watched: held-out items of a task that are looked at on the way.
 
     Attributes:
@@ -57,13 +58,14 @@ class Trainer:
         measured: seconds of a step by the length of its long rows, once `measure` has run.
     """
 
-    def __init__(self, model: K3, tokenizer, folder, seed: int, workers: int, device: str, options: dict, watched: int = 100):
+    def __init__(self, model: K3, tokenizer, folder, seed: int, workers: int, device: str, options: dict, watched: int = 100, is_captured: bool = False):
         self.model, self.folder, self.seed, self.workers, self.device, self.options = model.to(device), folder, seed, workers, device, options
         self.optimizer, self.step, self.schedule, self.watched = Optimizer(model.named_parameters()), 0, None, watched
         self.is_fixed, self.measured = False, {}
         self.rows = Rows(tokenizer, **options)
         self.log_file = (folder / "train.jsonl").open("a")
-        self._sets = {}
+        self.is_captured, self._sets = is_captured, {}
+        self._captured = Captured(self._gradients, self.model.parameters()) if is_captured else None
 
     def log(self, **values) -> None:
         line = json.dumps(values)
@@ -71,8 +73,8 @@ class Trainer:
         self.log_file.write(line + "\n")
         self.log_file.flush()
 
-    def tensors(self, ids, kinds):
-        return torch.from_numpy(ids).to(self.device, torch.int64), torch.from_numpy(kinds).to(self.device)
+    def tensors(self, batches):
+        return [tuple(torch.from_numpy(array).to(self.device) for array in arrays) for arrays in batches]
 
     def losses(self, ids, kinds):
         """Sum of weighted losses and of weights: of answers, and of other text."""
@@ -83,10 +85,13 @@ class Trainer:
         return (of_tokens * answer).sum() / answer.sum(), (of_tokens * text).sum() / text.sum()
 
     def backward(self, batches) -> torch.Tensor:
-        """Gradients of one step; [batches, 2] losses, detached, and loads of the experts."""
+        """Gradients of one step; [batches, 2] losses, detached, loads of the experts, and how many choices were left out."""
+        return self._captured(batches) if self._captured else self._gradients(self.tensors(batches))
+
+    def _gradients(self, batches):
         found, loads, left_out = [], None, 0
         for ids, kinds in batches:
-            answer, text = self.losses(*self.tensors(ids, kinds))
+            answer, text = self.losses(ids.long(), kinds)
             ((answer + TEXT_WEIGHT * text) / len(batches)).backward()
             found.append(torch.stack([answer.detach(), text.detach()]))
             loads = self.model.loads if loads is None else [a + b for a, b in zip(loads, self.model.loads)]
@@ -190,7 +195,8 @@ class Trainer:
             ids, kinds = self._sets[task, count]
             right = []
             for part in range(0, count, at_once):
-                x, kind = self.tensors(ids[part:part + at_once], kinds[part:part + at_once])
+                x, kind = self.tensors([(ids[part:part + at_once], kinds[part:part + at_once])])[0]
+                x = x.long()
                 best = self.model.logits(self.model(x, kind != PADDING)[:, :-1]).argmax(-1)
                 right.append(((best == x[:, 1:]) | (kind[:, 1:] != ANSWER)).all(1).float())
             found[task] = round(float(torch.cat(right).mean()), 3)

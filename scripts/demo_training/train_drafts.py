@@ -1,9 +1,11 @@
 """Trains drafts of a finished target side by side, on its features and its laws along right answers."""
 import time
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .captured import Captured
 from .draft import Draft
 from .optimizer import Optimizer
 from .rows import ANSWER, PADDING, steps
@@ -13,10 +15,10 @@ FADE = 4.0           # a proposal so many places further on counts 1/e: it stand
 SURE_WEIGHT = 0.1
 
 
-def anchors_of(kinds, count: int, generator) -> torch.Tensor:
-    """[b, count] random places of answer tokens that another one follows; the same one may come twice."""
+def anchors_of(kinds: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """int64 [b, count] random places of answer tokens that another one follows; the same one may come twice."""
     good = (kinds[:, :-1] == ANSWER) & (kinds[:, 1:] == ANSWER)
-    return torch.multinomial(good.float(), count, replacement=True, generator=generator)
+    return np.stack([rng.choice(np.flatnonzero(row), count) for row in good])
 
 
 def block_loss(draft: Draft, taps, target_law, ids, kinds, anchors):
@@ -54,7 +56,20 @@ def train_drafts(trainer, drafts: dict[str, Draft], count: int, until: float) ->
     target, schedule = trainer.model, trainer.schedule
     target.tap_layers = sorted({i for d in drafts.values() for i in d.cfg.target_layer_ids})
     optimizers = {name: Optimizer(d.named_parameters()) for name, d in drafts.items()}
-    generator = torch.Generator(device=trainer.device).manual_seed(trainer.seed)
+    rng = np.random.default_rng(trainer.seed)
+
+    def gradients(batches):
+        losses = dict.fromkeys(drafts, 0.0)
+        for ids, kinds, anchors in batches:
+            ids = ids.long()
+            taps, law = features(target, ids, kinds)
+            for name, draft in drafts.items():
+                loss = block_loss(draft, taps, law, ids, kinds, anchors) / len(batches)
+                loss.backward()
+                losses[name] = losses[name] + loss.detach()
+        return losses
+
+    captured = Captured(gradients, [p for d in drafts.values() for p in d.parameters()]) if trainer.is_captured else None
     # Rows of half the size, as long as they become, and other seeds than the target's.
     long = (schedule.long_tokens // 2) // schedule.lengths[-1][1]
     wanted = ((s, schedule.short // 2, long, schedule.lengths[-1][1]) for s in range(count))
@@ -64,15 +79,8 @@ def train_drafts(trainer, drafts: dict[str, Draft], count: int, until: float) ->
         used = max(step / count, (now - began) / (until - began) if now < until else 1)
         if used >= 1:
             break
-        losses = dict.fromkeys(drafts, 0.0)
-        for ids, kinds in batches:
-            ids, kinds = trainer.tensors(ids, kinds)
-            taps, law = features(target, ids, kinds)
-            anchors = anchors_of(kinds, ANCHORS, generator)
-            for name, draft in drafts.items():
-                loss = block_loss(draft, taps, law, ids, kinds, anchors) / len(batches)
-                loss.backward()
-                losses[name] = losses[name] + loss.detach()
+        batches = [(ids, kinds, anchors_of(kinds, ANCHORS, rng)) for ids, kinds in batches]
+        losses = captured(batches) if captured else gradients(trainer.tensors(batches))
         for optimizer in optimizers.values():
             optimizer.step(min(1, (step + 1) / 20, 2 * (1 - used)))
         if (step + 1) % max(1, count // 20) == 0:

@@ -174,6 +174,21 @@ def test_command_is_written_down_without_where_its_result_went():
     assert _without_output(["bench", "--output", "a/b.json", "--rows", "1"]) == _without_output(["bench", "--output=c", "--rows", "1"]) == ["bench", "--rows", "1"]
 
 
+@pytest.mark.parametrize("visible, wanted", [(None, "1"), ("", "1"), ("3, 5", "5"), ("GPU-a,GPU-b", "GPU-b"), ("3", "1")])
+def test_clocks_are_of_the_gpu_that_is_used(monkeypatch, visible, wanted):
+    """A machine with several said a line for each, and documents had all of them."""
+    from k3cuda.runtime import surroundings
+    from k3cuda.runtime.cuda_driver import Device
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    asked = []
+    monkeypatch.setattr(surroundings, "_said", lambda *command: asked.append(command) or "x")
+    assert surroundings.surroundings(Device(1, "NVIDIA H200", "sm_90a", 132, 1))["clocks"] == "x"
+    assert [c[1] for c in asked if c[0] == "nvidia-smi"] == [f"--id={wanted}"] * 2
+
+
 def test_surroundings_have_the_keys_that_programs_read():
     from k3cuda.runtime.cuda_driver import Device
     from k3cuda.runtime.surroundings import surroundings

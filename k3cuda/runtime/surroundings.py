@@ -22,8 +22,8 @@ def surroundings(device, program: str = "k3cuda", more_packages=()) -> dict:
     return {"commit": _commit(),
             "versions": {"k3cuda": __version__} | versions | ({"nvrtc": nvrtc_version()} if device else {}), "gpu": device and device.name,
             "arch": device and device.arch,
-            "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-            "clocks": _said("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm", "--format=csv,noheader"),
+            "driver": device and _of_gpu(device.index, "driver_version"),
+            "clocks": device and _of_gpu(device.index, "clocks.sm,clocks.mem,clocks.max.sm"),
             "command": " ".join([program, *_without_output(sys.argv[1:])])}
 
 
@@ -31,6 +31,12 @@ def _without_output(words: list[str]) -> list[str]:
     """A command line but for where its result went."""
     after = [False, *(word == "--output" for word in words)]
     return [word for word, is_path in zip(words, after) if not (is_path or word.partition("=")[0] == "--output")]
+
+
+def _of_gpu(index: int, values: str) -> str | None:
+    """What nvidia-smi says of GPU `index` of those visible: of all of a machine's it says a line each."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return _said("nvidia-smi", f"--id={visible[index] if index < len(visible) else index}", f"--query-gpu={values}", "--format=csv,noheader")
 
 
 def _commit() -> str | None:

@@ -88,6 +88,16 @@ def test_a_first_call_fills_its_time(train, tmp_path):
         assert made.step >= train.ENOUGH * made.schedule.count
 
 
+def test_the_rate_is_down_when_the_time_is_over(train, tmp_path):
+    """Steps that become slower behind the last choice of their number: the first real run stopped at a tenth of the rate."""
+    made = trainer(train, tmp_path, 1700, 2700)
+    seconds = START_S + FIRST_S + 1000 * STEP_S * 0.7 + 19 * LOOK_S   # what seven in ten of the steps take
+    assert not run(made, train, seconds)
+    rates = [call.args[0] for call in made.optimizer.step.call_args_list]
+    assert made.step < 2450 and rates[0] > 0.9 and rates[-1] < 0.01
+    assert max(later - earlier for earlier, later in zip(rates, rates[1:])) <= 0
+
+
 def test_the_log_ends_with_the_steps_that_were_trained(train, tmp_path):
     made = trainer(train, tmp_path, 0, 1000)
     made.log(started={"count": 1000, "commit": "abc"})

@@ -48,6 +48,9 @@ class Schedule:
         done = step / self.count
         return min(1, (step + 1) / (WARM * self.count), (1 - done) / COOL)
 
+    def is_cooling(self, step: int) -> bool:
+        return step >= (1 - COOL) * self.count
+
 
 class Trainer:
     """Args: folder: where tokenizer, state and log are. device: "cuda" or "cpu". is_captured: steps are CUDA graphs. options: of `Rows`, beside the tokenizer.
@@ -132,12 +135,15 @@ class Trainer:
         soon, again = round(SOON * self.schedule.count), round(AGAIN * self.schedule.count)
         if self.step >= again:   # an earlier call has chosen, and the rate may be falling
             again = float("inf")
-        expected, first, recent = 0.0, None, None
+        expected, first, recent, cooled = 0.0, None, None, None
         for batches in steps(str(self.folder), self.options, self.seed, self._wanted(), self.workers):
             first = first or self.now()   # text has begun to come
             expected += self.measured.get(self.schedule.length(self.step), 0.0)
             losses, loads, left_out = self.backward(batches)
             rate = self.schedule.rate(self.step)
+            if until < float("inf") and self.schedule.is_cooling(self.step):   # steps may still turn out slower: at the end of the time the rate is 0 whatever
+                cooled = cooled or time.monotonic()
+                rate = min(rate, max(0.0, (until - time.monotonic()) / (until - cooled)) if cooled < until else 0.0)
             self.optimizer.step(rate)
             balance(self.model, loads, EARLY_BIAS if self.step < EARLY * self.schedule.count else BIAS_RATE * min(1, 2 * rate))
             self.step += 1

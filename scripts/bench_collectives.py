@@ -55,7 +55,7 @@ def main() -> int:
 
 def run(rank: int, port: int, token: str, given, server: Server | None = None) -> int:
     if given.share_gpu:
-        nccl.share_one_gpu(rank)
+        nccl.share_gpus(rank)
     error = made = None
     try:
         import cupy

@@ -13,6 +13,7 @@ from command import ROOT
 from drafts import made
 from rank_oracle import check_moves
 from rank_processes import ends, free_port, start
+from shim import host
 
 from k3cuda.buffers import DTYPE_BYTES, buffer_shape
 from k3cuda.draft_plan import DraftPlan, build_draft_plan
@@ -22,6 +23,7 @@ from k3cuda.plan import build_plan
 from k3cuda.runtime import nccl
 from k3cuda.runtime.collectives import members
 from k3cuda.runtime.made_config import made_config
+from k3cuda.runtime.rank_moves import PACK, SPREAD, THREADS, RankMove, blocks_for
 from k3cuda.stages import GATHER, SCATTER, STACK
 from k3cuda.tables import tables_of
 
@@ -184,25 +186,34 @@ def moves_of(plan):
     return list(dict.fromkeys((m, op.kind_index * (m.source == "draft_logits_part")) for op in ops for m in op.stage.moves))
 
 
+@pytest.fixture(scope="module")
+def movers(tmp_path_factory):
+    return host.build('#include "rank_moves.cuh"\nextern "C" int size_of_move;\nint size_of_move = sizeof(RankMove);\n', [PACK, SPREAD], tmp_path_factory.mktemp("movers"))
+
+
+def test_python_knows_the_structure_of_a_move(movers):
+    assert host.constants(movers, "size_of_move", 1) == (ctypes.sizeof(RankMove),)
+
+
 @pytest.mark.parametrize("dcp", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 64])
-def test_a_step_moves_what_the_plan_says(rows, dcp):
+def test_a_step_moves_what_the_plan_says(rows, dcp, movers):
     plan = build_plan(made_config(), TP, dcp=dcp)
     moves = {m for m, _ in moves_of(plan)}
     assert {m.how for m in moves} == {GATHER, STACK, SCATTER} and sum(m.in_group for m in moves) == 2 * (dcp > 1)
-    check_plan(plan, rows)
+    check_plan(plan, rows, movers)
 
 
 @pytest.mark.parametrize("family", ["mla", "gqa"])
 @pytest.mark.parametrize("rows", [16, 64])
-def test_a_draft_moves_what_its_plan_says(rows, family):
+def test_a_draft_moves_what_its_plan_says(rows, family, movers):
     plan = build_draft_plan(made(family, {"num_key_value_heads": 4}).cfg, TP, 3)
     assert len(moves_of(plan)) == {"mla": 7, "gqa": 4}[family] + 3 and plan.padded_seqs(rows) < rows   # the logits of three drafts
-    check_plan(plan, rows)
+    check_plan(plan, rows, movers)
 
 
-def check_plan(plan, rows):
-    """Every move of a small model on arenas in host memory, packed and spread as on a GPU, against the shapes of its buffers."""
+def check_plan(plan, rows, movers):
+    """Every move of a small model on arenas in host memory, packed and spread by the GPU's own kernels, against the shapes of its buffers."""
     from k3cuda.runtime.cuda_rank import NcclMove
 
     tp, rng = TP, np.random.default_rng(rows)
@@ -211,9 +222,8 @@ def check_plan(plan, rows):
     comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, tp, lib) for r in range(tp)]
     arenas = [rng.integers(0, 256, size, np.uint8) for _ in range(tp)]
 
-    def copy2d(target, target_pitch, source, source_pitch, width, height):
-        for row in range(height):
-            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+    def kernel(name, arguments, vectors):
+        return SimpleNamespace(launch=lambda: host.launch(movers, name, blocks_for(vectors, 2), THREADS, arguments))
 
     def view(arena, name, layer):
         b = tables.buffers[name]
@@ -227,7 +237,7 @@ def check_plan(plan, rows):
         count = plan.padded_seqs(rows) if "seqs" in tables.buffers[m.source].shape else rows
         staging = [np.empty(NcclMove.staging_bytes(layout), np.uint8) for _ in range(tp)]
         launches = [NcclMove(layout, comms[r], arenas[r].ctypes.data + offsets[m.source] + layer * layout.source_layer,
-                             arenas[r].ctypes.data + offsets[m.target] + layer * layout.target_layer, staging[r].ctypes.data, 77, copy2d) for r in range(tp)]
+                             arenas[r].ctypes.data + offsets[m.target] + layer * layout.target_layer, staging[r].ctypes.data, 77, kernel) for r in range(tp)]
         threads = [threading.Thread(target=launch.launch) for launch in launches]
         for thread in threads:
             thread.start()
@@ -255,6 +265,7 @@ def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monk
     memory = SimpleNamespace(arena=SimpleNamespace(data=SimpleNamespace(ptr=1 << 20)), tables=tables_of(plan), plan=plan, offsets=arena_offsets(plan)[0])
     monkeypatch.setattr(CudaBackend, "launches", lambda self, what, bucket, **options: asked.append(options) or [(op, ["kernel"]) for op in plan.ops])
     monkeypatch.setattr(CudaRank, "_room", lambda self, layout: 1 << 30)
+    monkeypatch.setattr(CudaRank, "_kernel", lambda self, name, arguments, vectors: name)
     rank = CudaRank.__new__(CudaRank)
     rank.memories, rank.plan, rank.tp, rank._comm, rank._raw_stream = [memory], plan, 4, SimpleNamespace(rank=2, size=4), 77
     launches = rank.launches("step", 8, overlap=True)

@@ -104,8 +104,9 @@ def test_the_gpu_of_a_rank_is_by_its_local_rank(monkeypatch):
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_MAX_NCHANNELS"):
         monkeypatch.setenv(name, "")   # put back afterwards
     monkeypatch.setenv("K3CUDA_SHARE_GPU", "1")   # the test switch
-    jobs[3].choose_gpu()
-    assert jobs[3].device == 0 and os.environ["NCCL_HOSTID"].endswith("3")
+    for job in jobs:
+        job.choose_gpu()
+    assert [job.device for job in jobs] == [0, 1] * 4 and os.environ["NCCL_HOSTID"].endswith("7")
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):

@@ -1,8 +1,9 @@
 """The standard decode backend as one rank of several processes, a GPU each: what crosses ranks goes by NCCL.
 
-NCCL moves contiguous bytes, so what is cut by columns is packed before and spread behind it by 2D copies. All of it is captured in the step's
+NCCL moves contiguous bytes, so what is cut by columns is packed before and spread behind it by kernels. All of it is captured in the step's
 graph. The exchange inside a kernel, over mapped peers, is to take its place where that is faster.
 """
+import ctypes
 from contextlib import nullcontext
 from typing import Callable
 
@@ -14,39 +15,43 @@ from ..errors import UsageError
 from ..plan import Op
 from .collectives import members
 from .cuda_backend import CudaBackend
+from .cuda_driver import Launch, Module
+from .cuda_jit import compile_cuda
 from .cuda_memory import RankMemory
 from .nccl import Communicator
+from .rank_moves import PACK, SPREAD, THREADS, VECTOR, blocks_for, part_bytes, rank_move
 
 
 class NcclMove:
-    """One move of a collective, to be launched where a kernel would be.
+    """One move of a collective, to be launched where a kernel would be: packed, moved by NCCL, spread.
 
     Args:
         source, target: addresses.
         staging: address of room for `staging_bytes`.
-        copy2d: (target, its pitch, source, its pitch, width, height), in the stream's order; addresses and bytes.
+        kernel: (its name, arguments, vectors that it handles) -> what launches it, in the stream's order.
     """
 
-    def __init__(self, layout: MoveLayout, comm: Communicator, source: int, target: int, staging: int, stream: int, copy2d: Callable):
-        self.kernel, self._comm, self._stream, self._copy2d, self._at = "nccl", comm, stream, copy2d, layout
-        self._ranks = members(comm.rank, layout.ranks)
-        self._source, self._target, self._sent, self._got = source, target, staging, staging + layout.rows * layout.slice * layout.ranks
+    def __init__(self, layout: MoveLayout, comm: Communicator, source: int, target: int, staging: int, stream: int, kernel: Callable):
+        self.kernel, self._comm, self._stream, self._at = "nccl", comm, stream, layout
+        self._ranks, self._part = members(comm.rank, layout.ranks), part_bytes(layout)
+        move, parts = rank_move(layout, source, target), layout.ranks if layout.is_cut else 1
+        # Rows of whole vectors that stand behind one another are sent from where they are.
+        is_packed = not layout.is_cut and move.unit == VECTOR and (layout.source_row == layout.slice or layout.rows == 1)
+        self._sent, self._got = source if is_packed else staging, staging + layout.ranks * self._part
+        self._pack = None if is_packed else kernel(PACK, [move, ctypes.c_void_p(staging)], parts * self._part // VECTOR)
+        self._spread = kernel(SPREAD, [move, ctypes.c_void_p(self._got)], layout.ranks * self._part // VECTOR)
 
     @staticmethod
     def staging_bytes(layout: MoveLayout) -> int:
         """What is sent, to each rank where that differs, and what is received."""
-        return 2 * layout.ranks * layout.rows * layout.slice
+        return 2 * layout.ranks * part_bytes(layout)
 
     def launch(self) -> None:
-        at, part = self._at, self._at.rows * self._at.slice
-        if at.is_cut:
-            for place in range(at.ranks):
-                self._copy2d(self._sent + place * part, at.slice, self._source + place * at.slice, at.source_row, at.slice, at.rows)
-            self._comm.all_to_all(self._sent, self._got, part, self._ranks, self._stream)
-        else:   # a whole row is sent, and rows stand behind one another
-            self._comm.gather(self._source, self._got, part, self._ranks, self._stream)
-        for place in range(at.ranks):
-            self._copy2d(self._target + place * at.slot, at.target_row, self._got + place * part, at.slice, at.slice, at.rows)
+        if self._pack:
+            self._pack.launch()
+        move = self._comm.all_to_all if self._at.is_cut else self._comm.gather
+        move(self._sent, self._got, self._part, self._ranks, self._stream)
+        self._spread.launch()
 
 
 class CudaRank(CudaBackend):
@@ -60,7 +65,7 @@ class CudaRank(CudaBackend):
     overlaps, most_rows = False, DECODE_ROWS
 
     def __init__(self, source, comm: Communicator, device: int, building=nullcontext, **options):
-        self._comm, self.device_index, self._building, self._staging = comm, device, building, {}
+        self._comm, self.device_index, self._building, self._staging, self._movers = comm, device, building, {}, None
         super().__init__(source, comm.size, only_rank=comm.rank, ride=False, carry=self._moves, building=building, **options)
         self._warm_up()
 
@@ -92,7 +97,7 @@ class CudaRank(CudaBackend):
         for m in op.stage.moves:
             layout = layout_of(m, memory.plan, memory.tables, rows)
             source, target = arena + at[m.source] + op.kind_index * layout.source_layer, arena + at[m.target] + op.kind_index * layout.target_layer
-            out.append(NcclMove(layout, self._comm, source, target, self._room(layout), self._raw_stream, self._copy2d))
+            out.append(NcclMove(layout, self._comm, source, target, self._room(layout), self._raw_stream, self._kernel))
         return out
 
     def _room(self, layout: MoveLayout) -> int:
@@ -102,9 +107,10 @@ class CudaRank(CudaBackend):
             self._staging[size] = cupy.empty(size, cupy.uint8)
         return self._staging[size].data.ptr
 
-    def _copy2d(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
-        runtime = cupy.cuda.runtime
-        runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, height, runtime.memcpyDeviceToDevice, self._raw_stream)
+    def _kernel(self, name: str, arguments: list, vectors: int) -> Launch:
+        if self._movers is None:
+            self._movers = Module(compile_cuda('#include "rank_moves.cuh"\n', self.device.arch, name="moves between ranks").cubin)
+        return Launch(self._movers.function(name), blocks_for(vectors, self.device.sms), THREADS, arguments, stream=self._raw_stream)
 
     def buffer(self, name: str, rank: int = 0):
         if rank != self._comm.rank and rank in range(self.tp):
@@ -114,4 +120,7 @@ class CudaRank(CudaBackend):
     def close(self) -> None:
         super().close()
         self._staging.clear()
+        if self._movers is not None:
+            self._movers.close()
+            self._movers = None
         self._comm.abort()   # the others may be gone already, and a gentle end would wait for them

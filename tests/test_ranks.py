@@ -69,9 +69,12 @@ def test_sixteen_processes(tmp_path):
 def test_what_cannot_be_refused_later_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr("k3cuda.runtime.rank_job.Workers", lambda *args: pytest.fail("a process was started"))
     for options, kind, text in (({"tp": 3}, Exception, "1, 2, 4"), ({"tp": 2, "max_batch": 65}, UsageError, "max_batch"), ({"tp": 2, "draft_model": "/nowhere"}, Exception, "nowhere"),
-                                ({"tp": 2, "rendezvous_timeout": 0}, UsageError, "above 0")):
+                                ({"tp": 2, "rendezvous_timeout": 0}, UsageError, "above 0"), ({"tp": 2, "collectives": "mpi"}, UsageError, "wanted nccl, peer"),
+                                ({"tp": 2, "collectives": "peer"}, UsageError, "found 'peer' with decode_backend 'reference', where nothing crosses GPUs")):
         with pytest.raises(kind, match=text):
             LLM("tiny-random", ranks="processes", **options)
+    with pytest.raises(UsageError, match="found 'peer' with all ranks in one process"):
+        LLM("tiny-random", tp=2, collectives="peer")
     with pytest.raises(UsageError, match="open the model themselves"):
         LLM(MadeCheckpoint(made_config()), tp=2, ranks="processes")
     with pytest.raises(UsageError, match="ranks: found 'many'"):

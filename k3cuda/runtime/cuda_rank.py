@@ -1,13 +1,15 @@
-"""The standard decode backend as one rank of several processes, a GPU each: what crosses ranks goes by NCCL.
+"""The standard decode backend as one rank of several processes, a GPU each: what crosses ranks goes by NCCL or by the exchange inside a kernel.
 
-NCCL moves contiguous bytes, so what is cut by columns is packed before and spread behind it by kernels. All of it is captured in the step's
-graph. The exchange inside a kernel, over mapped peers, is to take its place where that is faster.
+NCCL moves contiguous bytes, so what is cut by columns is packed before and spread behind it by kernels. The exchange is one kernel for all moves of
+a collective, and needs peers whose memory can be mapped. Either is captured in the step's graph, and both bring the same bytes.
 """
 import ctypes
+import logging
 from contextlib import nullcontext
 from typing import Callable
 
 import cupy
+import numpy as np
 
 from ..config import DECODE_ROWS
 from ..emit import MoveLayout, layout_of
@@ -18,8 +20,14 @@ from .cuda_backend import CudaBackend
 from .cuda_driver import Launch, Module
 from .cuda_jit import compile_cuda
 from .cuda_memory import RankMemory
+from .cuda_peers import CudaPeers
+from .machine import NCCL, PEER
 from .nccl import Communicator
+from .peer_exchange import STATE_WORDS, TROUBLE_WORDS, PeerExchange, capacities, memory_bytes
+from .peer_memory import map_peers
 from .rank_moves import PACK, SPREAD, THREADS, VECTOR, blocks_for, part_bytes, rank_move
+
+log = logging.getLogger("k3cuda")
 
 
 class NcclMove:
@@ -60,18 +68,43 @@ class CudaRank(CudaBackend):
     Args:
         comm: of all ranks; closed with the backend. device: index of this rank's GPU. options: as CudaBackend.
         building: a context around what takes seconds in the middle of a step: the others wait, and it is no hang.
+        collectives: NCCL or PEER; where peers cannot be mapped NCCL takes over, and says so.
+    Raises, where something is read, besides what CudaBackend raises:
+        ExchangeTimeout: a rank has not sent its part in time.
     """
 
     overlaps, most_rows = False, DECODE_ROWS
 
-    def __init__(self, source, comm: Communicator, device: int, building=nullcontext, **options):
+    def __init__(self, source, comm: Communicator, device: int, building=nullcontext, collectives: str = NCCL, **options):
         self._comm, self.device_index, self._building, self._staging, self._movers = comm, device, building, {}, None
+        self._exchange, self._asks_for_peers = None, collectives == PEER
         super().__init__(source, comm.size, only_rank=comm.rank, ride=False, carry=self._moves, building=building, **options)
         self._warm_up()
 
     def bind_cache(self, max_model_len: int | None) -> None:
-        self.ranks = "nccl"   # no loopback: a rank embeds its own tokens, and what the others have comes from them
+        if self._asks_for_peers:   # once, and before the cache takes what memory there is
+            self._asks_for_peers, self._exchange = False, self._map_peers()
+        self.ranks = PEER if self._exchange else NCCL   # no loopback: a rank embeds its own tokens, and what the others have comes from them
         super().bind_cache(max_model_len)
+
+    def _map_peers(self) -> PeerExchange | None:
+        capacity = capacities(self.plan, *([self.draft.plan] if self.draft else []))
+        peers = map_peers(self._comm.rank, memory_bytes(capacity), CudaPeers(), self._gather_bytes)
+        if peers.reason:
+            log.warning("collectives by NCCL: %s", peers.reason)
+            return None
+        self._state = cupy.zeros(STATE_WORDS * len(capacity), cupy.uint32)
+        pinned = cupy.cuda.alloc_pinned_memory(4 * TROUBLE_WORDS)
+        trouble = np.frombuffer(pinned, np.uint32, TROUBLE_WORDS)
+        trouble[:] = 0
+        return PeerExchange(self._comm.rank, peers, capacity, self._state.data.ptr, trouble, self._kernel)
+
+    def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Of all ranks, as long as they."""
+        own, all_of_them = cupy.asarray(np.frombuffer(mine, np.uint8)), cupy.empty((self.tp, len(mine)), cupy.uint8)
+        cupy.cuda.get_current_stream().synchronize()
+        self._comm.all_gather(own.data.ptr, all_of_them.data.ptr, len(mine), self._raw_stream)
+        return [row.tobytes() for row in all_of_them.get(stream=self.stream)]
 
     def _warm_up(self) -> None:
         """NCCL sets connections up when they are first used, which must not be while a graph is captured."""
@@ -87,18 +120,20 @@ class CudaRank(CudaBackend):
             return super().kernels(bucket)
 
     def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False):
-        """As CudaBackend, with NCCL in the place of collectives. Nothing begins under a launch before it, which may be NCCL's."""
+        """As CudaBackend, with NCCL or an exchange in the place of collectives. Nothing begins under a launch before it, which may be NCCL's."""
         out = super().launches(what, bucket, overlap=False, follows=follows)
         return [(op, self._moves(op, self.memories[0], bucket) if op.stage.moves else group) for op, group in out]
 
-    def _moves(self, op: Op, memory: RankMemory, rows: int) -> list[NcclMove]:
+    def _moves(self, op: Op, memory: RankMemory, rows: int) -> list:
         """What takes the place of a collective on the memory of the target or of its draft, in a step of up to `rows` rows."""
-        out, arena, at = [], memory.arena.data.ptr, memory.offsets
+        places, arena, at = [], memory.arena.data.ptr, memory.offsets
         for m in op.stage.moves:
             layout = layout_of(m, memory.plan, memory.tables, rows)
             source, target = arena + at[m.source] + op.kind_index * layout.source_layer, arena + at[m.target] + op.kind_index * layout.target_layer
-            out.append(NcclMove(layout, self._comm, source, target, self._room(layout), self._raw_stream, self._kernel))
-        return out
+            places.append((layout, source, target))
+        if self._exchange:
+            return [self._exchange.launch(str(op), [rank_move(*place) for place in places])]
+        return [NcclMove(layout, self._comm, source, target, self._room(layout), self._raw_stream, self._kernel) for layout, source, target in places]
 
     def _room(self, layout: MoveLayout) -> int:
         """Staging by size: moves follow one another in the stream, so those of one size share theirs."""
@@ -109,8 +144,29 @@ class CudaRank(CudaBackend):
 
     def _kernel(self, name: str, arguments: list, vectors: int) -> Launch:
         if self._movers is None:
-            self._movers = Module(compile_cuda('#include "rank_moves.cuh"\n', self.device.arch, name="moves between ranks").cubin)
-        return Launch(self._movers.function(name), blocks_for(vectors, self.device.sms), THREADS, arguments, stream=self._raw_stream)
+            self._movers = Module(compile_cuda('#include "peer_exchange.cuh"\n', self.device.arch, name="moves between ranks").cubin)
+        launch = Launch(self._movers.function(name), blocks_for(vectors, self.device.sms), THREADS, arguments, stream=self._raw_stream)
+        launch.kernel = name
+        return launch
+
+    # What is read has come through exchanges, if they have not failed.
+
+    def logits(self):
+        return self._sound(super().logits())
+
+    def sample(self, draws):
+        return self._sound(super().sample(draws))
+
+    def propose(self, asks):
+        return self._sound(super().propose(asks))
+
+    def accept(self, judges):
+        return self._sound(super().accept(judges))
+
+    def _sound(self, read):
+        if self._exchange:
+            self._exchange.check()
+        return read
 
     def buffer(self, name: str, rank: int = 0):
         if rank != self._comm.rank and rank in range(self.tp):
@@ -119,6 +175,9 @@ class CudaRank(CudaBackend):
 
     def close(self) -> None:
         super().close()
+        if self._exchange:
+            self._exchange.close()
+            self._exchange = None
         self._staging.clear()
         if self._movers is not None:
             self._movers.close()

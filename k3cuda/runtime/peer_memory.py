@@ -1,0 +1,97 @@
+"""Memory of other processes' GPUs, mapped into this one: what the exchange inside a kernel stores into.
+
+All ranks ask at the same time, and either all of them map all others or none does; then they know why.
+"""
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Protocol
+
+from ..errors import DeviceError
+
+HANDLE_BYTES = 64   # of cudaIpcMemHandle_t
+_HOST_BYTES, _REASON_BYTES = 64, 256
+
+
+class PeerDevice(Protocol):
+    """What maps memory: cuda_rank.py's on a GPU, a test's in host memory. Everything raises DeviceError."""
+
+    def allocate(self, nbytes: int) -> int:
+        """An address of `nbytes` that are 0xff, to which `handle` can be asked for."""
+
+    def handle(self, address: int) -> bytes:
+        """HANDLE_BYTES that another process opens."""
+
+    def open(self, handle: bytes) -> int:
+        """The address of another process's memory here."""
+
+    def close(self, address: int) -> None: ...
+
+    def free(self, address: int) -> None: ...
+
+
+@dataclass
+class Peers:
+    """`addresses`: of every rank's memory here, this one's own in its place. `reason`: why there are none, else "". """
+
+    addresses: list[int]
+    reason: str
+    _rank: int
+    _device: PeerDevice
+
+    def close(self) -> None:
+        """This rank stores nothing any more, and nobody stores into its memory. May be called twice."""
+        addresses, self.addresses = self.addresses, []
+        for rank, address in enumerate(addresses):
+            (self._device.free if rank == self._rank else self._device.close)(address)
+
+
+def map_peers(rank: int, nbytes: int, device: PeerDevice, gather: Callable[[bytes], list[bytes]], host: str | None = None) -> Peers:
+    """Takes `nbytes` of memory on every rank, and maps all of it on each.
+
+    Args:
+        gather: what every rank gives it, in order of rank; of one length on all of them.
+        host: of this process; None: asked for. Only processes of one host can map each other so.
+    """
+    host, own, opened, reason = host or host_identity(), None, {}, ""
+    try:
+        own = device.allocate(nbytes)
+        handle = device.handle(own)
+    except DeviceError as e:
+        handle, reason = bytes(HANDLE_BYTES), f"rank {rank} cannot give its memory away: {e}"
+    told = gather(_padded(host, _HOST_BYTES) + handle)
+    for other, record in enumerate(told):
+        if reason:
+            break
+        if _text(record[:_HOST_BYTES]) != host:
+            reason = f"rank {other} and rank {rank} are on different machines"
+        elif other != rank and any(record[_HOST_BYTES:]):   # a rank that has none says so itself
+            try:
+                opened[other] = device.open(record[_HOST_BYTES:])
+            except DeviceError as e:
+                reason = f"rank {rank} cannot map the memory of rank {other}: {e}"
+    reasons = [_text(r) for r in gather(_padded(reason, _REASON_BYTES))]
+    peers = Peers([own if r == rank else opened.get(r, 0) for r in range(len(told))], next(filter(None, reasons), ""), rank, device)
+    if peers.reason:
+        for address in opened.values():
+            device.close(address)
+        if own is not None:
+            device.free(own)
+        peers.addresses = []
+    return peers
+
+
+def host_identity() -> str:
+    """The same for all processes of a running machine, in whatever container, and for no others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _padded(text: str, size: int) -> bytes:
+    return text.encode()[:size].ljust(size, b"\0")
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")

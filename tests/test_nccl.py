@@ -205,7 +205,7 @@ def test_a_draft_moves_what_its_plan_says(rows, family, movers):
 
 def by_nccl(movers):
     """What `check_plan` launches: moves packed and spread by the GPU's own kernels, carried by a library that moves memory."""
-    from k3cuda.runtime.cuda_rank import NcclMove
+    from k3cuda.runtime.cuda_carry import NcclMove
 
     lib = MovesMemory(TP)
     comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, TP, lib) for r in range(TP)]
@@ -226,15 +226,18 @@ def by_nccl(movers):
 
 def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monkeypatch):
     from k3cuda.runtime.cuda_backend import CudaBackend
-    from k3cuda.runtime.cuda_rank import CudaRank, NcclMove
+    from k3cuda.runtime.cuda_carry import Carrier, NcclMove
+    from k3cuda.runtime.cuda_rank import CudaRank
 
     asked, plan = [], build_plan(made_config(), 4)
     memory = SimpleNamespace(arena=SimpleNamespace(data=SimpleNamespace(ptr=1 << 20)), tables=tables_of(plan), plan=plan, offsets=arena_offsets(plan)[0])
     monkeypatch.setattr(CudaBackend, "launches", lambda self, what, bucket, **options: asked.append(options) or [(op, ["kernel"]) for op in plan.ops])
-    monkeypatch.setattr(CudaRank, "_room", lambda self, layout: 1 << 30)
-    monkeypatch.setattr(CudaRank, "_kernel", lambda self, name, arguments, vectors: name)
+    monkeypatch.setattr(Carrier, "_room", lambda self, layout: 1 << 30)
+    monkeypatch.setattr(Carrier, "_kernel", lambda self, name, arguments, vectors: name)
     rank = CudaRank.__new__(CudaRank)
-    rank.memories, rank.plan, rank.tp, rank._comm, rank._raw_stream, rank._exchange = [memory], plan, 4, SimpleNamespace(rank=2, size=4), 77, None
+    rank.memories, rank.plan, rank.tp, rank._carrier = [memory], plan, 4, Carrier.__new__(Carrier)
+    rank._comm = rank._carrier._comm = SimpleNamespace(rank=2, size=4)
+    rank._carrier._raw_stream, rank._carrier._exchange = 77, None
     launches = rank.launches("step", 8, overlap=True)
     assert asked == [{"overlap": False, "follows": False}] and [op for op, _ in launches] == list(plan.ops)
     for op, group in launches:

@@ -1,4 +1,4 @@
-"""The standard path as several processes with real NCCL, on as many GPUs as there are; by the test switch several ranks on each where they are
+"""The standard path as several processes, with real NCCL and with the exchange inside a kernel, on as many GPUs as there are; by the test switch several ranks on each where they are
 fewer than ranks. Every rank draws the same tokens, and logits have the bytes of one rank; where ranks hold the cache together, those of virtual
 ranks that do. Each case takes one or two minutes on one GPU that all ranks share, where a hop between them takes 50 to 600 ms, and can run alone."""
 import json
@@ -34,9 +34,10 @@ from k3cuda.runtime.backend import StepRows
 model, out, tp, dcp, forced, before, drafts, prompts, tokens = json.loads(sys.argv[1])
 ids = np.random.default_rng(1).integers(0, 300, 200).astype(np.int32)
 draft = {"draft_model": "tiny-random-draft", "num_drafts": drafts} if drafts else {}
-ranks = "processes" if out.endswith("processes.npy") else "virtual"
-done_with = lambda what: print(f"tp {tp} {ranks}: {what} {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
-with LLM(model, tp=tp, dcp=dcp, ranks=ranks, decode_backend="standard", max_model_len=256, max_batch=2, **draft) as llm:
+how = out.rpartition("-")[2].removesuffix(".npy")
+ranks = {"ranks": "virtual"} if how == "virtual" else {"ranks": "processes", "collectives": how}
+done_with = lambda what: print(f"tp {tp} {how}: {what} {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+with LLM(model, tp=tp, dcp=dcp, **ranks, decode_backend="standard", max_model_len=256, max_batch=2, **draft) as llm:
     done_with("loaded")
     be, found, done = llm.backend, [llm.logits(ids[:forced])] if forced else [], 0
     done_with("forced")
@@ -59,12 +60,13 @@ done_with("closed")
 PROMPTS, LONG_PROMPTS = [[5, 80, 200, 17], [7] * 4], [[5, 80, 200], [7] * 70]
 # Ranks -> prompts, tokens drawn behind each: one hop of 8 or 16 ranks takes 0.2 to 0.6 s where they share a GPU, a step has 25 of them.
 TEXT = {2: (PROMPTS, 8), 4: (PROMPTS, 8), 8: ([], 0), 16: ([], 0)}
+HOW = "nccl", "peer"
 LIMIT = 2e-3   # of caches that are split against whole ones: see test_standard_split.py
 
 
 def launch(model, out, tp, *asked) -> tuple[np.ndarray, dict]:
-    """(logits, what the script says). `out`: a path that ends with "processes.npy" where ranks are processes."""
-    share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp and str(out).endswith("processes.npy") else {}
+    """(logits, what the script says). `out`: a path that ends with how ranks are joined: -virtual.npy, -nccl.npy or -peer.npy."""
+    share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp and not str(out).endswith("virtual.npy") else {}
     words = json.dumps([str(model), str(out), tp, *asked])
     done = subprocess.run([sys.executable, "-c", SCRIPT, words], env=ENVIRONMENT | share, cwd=ROOT, stdout=subprocess.PIPE, timeout=600)
     assert done.returncode == 0
@@ -80,55 +82,59 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """`launch` of (ranks' kind, model or None for the made one, what `launch` takes behind its `out`), each once."""
+    """`launch` of (how ranks are joined, model or None for the made one, what `launch` takes behind its `out`), each once."""
     found = {}
 
-    def run(kind, model, *asked):
-        key = json.dumps([kind, model, *asked])
+    def run(how, model, *asked):
+        key = json.dumps([how, model, *asked])
         if key not in found:
             if not model:
                 tp, dcp, forced, before = asked[:4]
                 buckets = {bucket_of(rows) for rows in (2, 4, *before, forced or 2)}
-                compile_ahead((CONFIG, tp, buckets, "bf16", kind == "virtual"), dcp=dcp)   # else every rank compiles the same
-            found[key] = launch(model or folder, folder.parent / f"{len(found)}-{kind}.npy", *asked)
+                compile_ahead((CONFIG, tp, buckets, "bf16", how == "virtual"), dcp=dcp)   # else every rank compiles the same
+            found[key] = launch(model or folder, folder.parent / f"{len(found)}-{how}.npy", *asked)
         return found[key]
 
     return run
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4, 8, 16])
-def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, runs):
+def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, how, runs):
     """Also of rows that are verified and in part rejected, and of those behind them."""
-    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 0, [8], 0, *TEXT[tp]) for kind, n in (("processes", tp), ("virtual", 1)))
-    assert said["ranks"] == "nccl" and alone["ranks"] == "virtual"
+    (logits, said), (wanted, alone) = runs(how, None, tp, 1, 0, [8], 0, *TEXT[tp]), runs("virtual", None, 1, 1, 0, [8], 0, *TEXT[tp])
+    assert said["ranks"] == how and alone["ranks"] == "virtual"
     assert logits.tobytes() == wanted.tobytes() and np.isfinite(logits).all()
     assert said["tokens"] == alone["tokens"]   # the processes compare theirs among themselves
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_two_hundred_tokens(tp, runs):
+def test_two_hundred_tokens(tp, how, runs):
     """Minutes where ranks share a GPU."""
-    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 60, [8], 0, LONG_PROMPTS, 200) for kind, n in (("processes", tp), ("virtual", 1)))
-    assert said["ranks"] == "nccl" and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
+    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 60, [8], 0, LONG_PROMPTS, 200) for kind, n in ((how, tp), ("virtual", 1)))
+    assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_draft_the_same(tp, runs):
+def test_ranks_draft_the_same(tp, how, runs):
     """A draft cut over the same ranks: drafts, verdicts and tokens of one rank."""
-    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, 1, 0, [8], 3, PROMPTS, 12) for kind, n in (("processes", tp), ("virtual", 1)))
-    assert said["ranks"] == "nccl" and logits.tobytes() == wanted.tobytes()
+    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, 1, 0, [8], 3, PROMPTS, 12) for kind, n in ((how, tp), ("virtual", 1)))
+    assert said["ranks"] == how and logits.tobytes() == wanted.tobytes()
     assert said["tokens"] == alone["tokens"] and said["proposed"] == alone["proposed"] > 12
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp, dcp", [(2, 2), (4, 2), (4, 4)])
-def test_ranks_hold_the_cache_together(tp, dcp, runs):
+def test_ranks_hold_the_cache_together(tp, dcp, how, runs):
     asked = 0, [60, 60], 0, PROMPTS, 4
-    (logits, said), (wanted, alone), (whole, all_of_it) = (runs(kind, None, tp, n, *asked) for kind, n in (("processes", dcp), ("virtual", dcp), ("virtual", 1)))
-    assert said["ranks"] == "nccl" and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
+    (logits, said), (wanted, alone), (whole, all_of_it) = (runs(kind, None, tp, n, *asked) for kind, n in ((how, dcp), ("virtual", dcp), ("virtual", 1)))
+    assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
     assert 0 < relative(logits, whole) < LIMIT and said["cache"] * dcp == all_of_it["cache"]
 
 
 def test_sixteen_ranks_hold_half_of_what_eight_hold(runs):
     """But for what is whole on every rank, which in a small model is more than in the release."""
-    eight, sixteen = (runs("processes", None, tp, 1, 0, [8], 0, [], 0)[1]["bytes"] for tp in (8, 16))
+    eight, sixteen = (runs("nccl", None, tp, 1, 0, [8], 0, [], 0)[1]["bytes"] for tp in (8, 16))
     assert 0.5 <= sixteen / eight < 0.7

@@ -37,15 +37,15 @@ case $name in
   # One whole rank of a stand-in of the release in holes; it also writes 16 GB really, to measure the disk.
   load) python3 scripts/load_rank.py --output "$out/load.json" "$@" ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
-  # NCCL between processes: --ranks N on N GPUs, or --ranks N --share-gpu on one.
+  # Collectives between processes, by NCCL and inside a kernel: --ranks N on N GPUs, or --ranks N --share-gpu on fewer.
   collectives) exec python3 scripts/bench_collectives.py "$@" ;;
-  # All that is known of ranks as processes, on the GPUs that are here: what collectives bring and how long they take, then steps, text and drafts.
-  # Where there are fewer GPUs than ranks they share the first one, and times mean nothing.
+  # All that is known of ranks as processes, on the GPUs that are here: what collectives bring and how long they take (collectives-N.json in $OUT for
+  # as many ranks as have a GPU each), then steps, text and drafts. Where there are fewer GPUs than ranks they share them, and times mean nothing.
   ranks)
     gpus=$(python3 -c 'from k3cuda.runtime.machine import probe_driver; print(len(probe_driver().gpus))')
     for n in 2 4 8 16; do
-      share=$([ "$n" -le "$gpus" ] || echo --share-gpu)
-      if [ "$n" -le "$gpus" ] || [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" ${share:+"$share"}; fi
+      if [ "$n" -le "$gpus" ]; then NCCL_NVLS_ENABLE=0 python3 scripts/bench_collectives.py --ranks "$n" --output "$out/collectives-$n.json"
+      elif [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" --share-gpu; fi
     done
     exec python3 -m pytest -m gpu tests/gpu/test_ranks_nccl.py "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;

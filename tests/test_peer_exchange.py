@@ -17,7 +17,7 @@ from k3cuda.plan import build_plan
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.peer_exchange import EXCHANGE, STATE_WORDS, TROUBLE_WORDS, TURNS, Exchange, PeerExchange, capacities, memory_bytes
 from k3cuda.runtime.peer_memory import HANDLE_BYTES, map_peers
-from k3cuda.runtime.rank_moves import THREADS, RankMove, blocks_for, rank_move
+from k3cuda.runtime.rank_moves import PACK, SPREAD, THREADS, RankMove, blocks_for, rank_move
 
 EMPTY = 0xFFFFFFFF
 FACTS = """#include "peer_exchange.cuh"
@@ -36,6 +36,15 @@ def test_python_knows_the_structure_of_an_exchange(library):
     from k3cuda.weights import LEGAL_TP
 
     assert host.constants(library, "facts", 5) == (ctypes.sizeof(Exchange), 4 * STATE_WORDS, TURNS, p.MOST_MOVES, LEGAL_TP[-1])
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a"])
+def test_it_compiles_without_spills(arch):
+    pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+    from k3cuda.runtime.cuda_kernels import compile_moves
+
+    kernels = compile_moves(arch, strict=True).resources()
+    assert set(kernels) == {EXCHANGE, PACK, SPREAD} and all(r.spills == r.stack == 0 for r in kernels.values())
 
 
 class Ranks:

@@ -12,7 +12,7 @@ import numpy as np
 from ..emit import MoveLayout
 from .collectives import members
 from .cuda_driver import Device, Launch, Module
-from .cuda_jit import compile_cuda
+from .cuda_kernels import compile_moves
 from .cuda_peers import CudaPeers
 from .machine import NCCL, PEER
 from .nccl import Communicator
@@ -68,7 +68,7 @@ class Carrier:
     def __init__(self, comm: Communicator, device: Device, stream):
         self._comm, self._device, self._stream, self._raw_stream = comm, device, stream, stream.__cuda_stream__()[1]
         self._staging, self._exchange = {}, None
-        self._module = Module(compile_cuda('#include "peer_exchange.cuh"\n', device.arch, name="moves between ranks").cubin)
+        self._module = Module(compile_moves(device.arch).cubin)
 
     def warm_up(self) -> None:
         """NCCL sets connections up when they are first used, which must not be while a graph is captured."""

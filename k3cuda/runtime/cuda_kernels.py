@@ -57,6 +57,11 @@ def compile_accept(vocab_size: int, arch: str, **options) -> Compiled:
     return compile_cuda(source, arch, name="the acceptance of drafts", **options)
 
 
+def compile_moves(arch: str, **options) -> Compiled:
+    """The cubin of what moves collectives between processes. Needs no GPU. Options of compile_cuda."""
+    return compile_cuda('#include "peer_exchange.cuh"\n', arch, name="moves between ranks", **options)
+
+
 def no_sampler(vocab_size: int) -> str | None:
     """Why no kernel draws from this vocabulary, or None."""
     if vocab_size > MAX_VOCAB or vocab_size % VOCAB_STEP:

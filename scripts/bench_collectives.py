@@ -9,21 +9,12 @@ there are, NCCL by sockets: it tests that bytes arrive, its times mean nothing. 
 """
 import argparse
 import ctypes
-import json
-import os
-import secrets
-import subprocess
 import sys
-import time
-from pathlib import Path
+
+import rank_script
 
 from k3cuda.emit import MoveLayout
-from k3cuda.errors import K3Error
-from k3cuda.runtime import nccl
 from k3cuda.runtime.rank_moves import part_bytes
-from k3cuda.runtime.rank_workers import tie_to_parent
-from k3cuda.runtime.rendezvous import Server
-from k3cuda.runtime.rendezvous_join import Told, join
 
 ROWS, HIDDEN, DECODE_ROWS = (1, 8, 64), 7168, 64
 TIMED, TIMED_SHARED, SKIPPED = 10_000, 4, 20   # replays; and those before them
@@ -40,80 +31,14 @@ def layouts(ranks: int) -> dict[tuple[str, int], MoveLayout]:
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--share-gpu", action="store_true", help="test switch: ranks share the GPUs that there are")
+    parser = rank_script.flags(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     parser.add_argument("--replays", type=int, help=f"of each graph  [default: {TIMED}; {TIMED_SHARED} with --share-gpu]")
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.replays = given.replays or (TIMED_SHARED if given.share_gpu else TIMED)
+    return given
 
 
-def main() -> int:
-    given = arguments()
-    place = os.environ.get("BENCH_COLLECTIVES")   # rank, port and token of a process that this script started
-    if place:
-        rank, port, token = place.split(",")
-        tie_to_parent(os.getppid())
-        return run(int(rank), int(port), token, given)
-    token = secrets.token_hex(16)
-    server = Server("127.0.0.1", 0, token)
-    others = []
-    try:
-        for rank in range(1, given.ranks):
-            env = os.environ | {"BENCH_COLLECTIVES": f"{rank},{server.port},{token}"}
-            others.append(subprocess.Popen([sys.executable, *sys.argv], stdin=subprocess.PIPE, env=env))
-        return run(0, server.port, token, given, server)
-    finally:
-        server.close()
-        for other in others:
-            other.stdin.close()
-            other.wait(30)
-
-
-def run(rank: int, port: int, token: str, given, server: Server | None = None) -> int:
-    if given.share_gpu:
-        nccl.share_gpus(rank)
-    error = made = None
-    try:
-        import cupy
-
-        try:
-            visible = cupy.cuda.runtime.getDeviceCount()
-        except cupy.cuda.runtime.CUDARuntimeError:
-            visible = 0
-        from k3cuda.runtime.cuda_driver import open_device
-
-        device = open_device(rank % max(visible, 1) if given.share_gpu else nccl.device_index(rank, visible))
-        cupy.cuda.Device(device.index).use()
-        made = nccl.unique_id() if rank == 0 else None
-    except K3Error as e:
-        error = e
-    facts = {"ranks": given.ranks, "nccl": None if error else nccl.version(), "share_gpu": given.share_gpu}
-    if rank:
-        joined = join("127.0.0.1", port, token, rank, given.ranks, facts, error)
-    else:
-        joined = server.meet(given.ranks, facts, lambda: made, error)
-    start = time.perf_counter()
-    comm = nccl.Communicator(joined.payload, rank, given.ranks)
-    started = time.perf_counter() - start
-    replays = given.replays or (TIMED_SHARED if given.share_gpu else TIMED)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        empty, times, no_peers = measure(comm, device, stream, replays)
-    comm.close()
-    if rank == 0:
-        from k3cuda.runtime.surroundings import surroundings
-
-        document = json.dumps({**surroundings(device, "bench_collectives.py"), "ranks": given.ranks, "nccl": nccl.version(), "share_gpu": given.share_gpu, "init_s": started,
-                               "replays": replays, "no_peers": no_peers, "empty": empty, "collectives": times}, indent=1)
-        if given.output:
-            given.output.write_text(document + "\n")
-        else:
-            print(document)
-    return 0
-
-
-def measure(comm, device, stream, replays: int) -> tuple[dict, list[dict], str]:
+def measure(comm, device, stream, replays: int) -> dict:
     """Times of an empty graph, of every collective and row count by each carrier once what arrives is right, and why there is no exchange, or ""."""
     from k3cuda.runtime.cuda_carry import Carrier
 
@@ -131,7 +56,8 @@ def measure(comm, device, stream, replays: int) -> tuple[dict, list[dict], str]:
     empty = clock.times([])
     for carrier in carriers:
         carrier.close()
-    return empty, found, no_peers
+    comm.close()
+    return {"replays": replays, "no_peers": no_peers, "empty": empty, "collectives": found}
 
 
 def placed(carrier, name: str, layout: MoveLayout):
@@ -194,10 +120,5 @@ class Clock:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except Told as e:
-        sys.exit(e.error.code)
-    except K3Error as e:
-        print(f"Error: {e}", file=sys.stderr)
-        sys.exit(e.code)
+    given = arguments()
+    sys.exit(rank_script.main(given, lambda *place: measure(*place, given.replays)))

@@ -3,7 +3,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -48,6 +48,8 @@ case $name in
       elif [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" --share-gpu; fi
     done
     exec python3 -m pytest -m gpu tests/gpu/test_ranks_nccl.py "$@" ;;
+  # Steps of the first layers of the release as real ranks, one a GPU: --ranks N.
+  rank_steps) NCCL_NVLS_ENABLE=0 exec python3 scripts/bench_ranks.py --output "$out/rank_steps.json" "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
   # All that `train` does in a minute and a half, with two steps of the target: what is broken is known before the minutes are spent.
   rehearse) rm -rf build/rehearsal; exec python3 scripts/train_demo.py build/rehearsal --steps 2 --minutes 1.5 "$@" ;;

@@ -1,0 +1,98 @@
+"""The step of `standard` as real ranks, one a GPU: by NCCL, by the exchange inside a kernel, and looped back.
+
+    python scripts/bench_ranks.py --ranks 2 --layers 8
+
+A rank's part of the first layers of the released model, cut over as many ranks as there are, with weights made on the device: the text means nothing.
+Each way has the same tokens, caches and states to begin with; the first step's logits of NCCL and the exchange must have the same bytes on every
+rank. `looped_back` is the rank alone, every collective a kernel that writes to itself: what the others take longer is lost to communication.
+"""
+import argparse
+import statistics
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import rank_script
+from first_layers import first_layers
+
+from k3cuda.errors import BenchmarkError
+from k3cuda.runtime.machine import COLLECTIVES
+
+LOOPED_BACK, CONTEXT, REPEATS, WARM = "looped_back", 256, 10, 2   # tokens a slot has room for; times, and those before them
+STEPS = 20   # a time, since ranks begin it up to some tenths of a millisecond apart
+
+
+def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
+    from k3cuda.plan import build_plan
+    from k3cuda.runtime.cuda_backend import CudaBackend
+    from k3cuda.runtime.cuda_kernels import bucket_of, compile_bucket, side_by_side
+    from k3cuda.runtime.cuda_rank import CudaRank
+    from k3cuda.runtime.cuda_synthetic import synthetic_weights
+
+    source = SimpleNamespace(cfg=first_layers(layers))
+    plan, tp = build_plan(source.cfg, comm.size), comm.size
+    buckets = [bucket_of(n) for n in rows]
+    if comm.rank == 0:   # the others find them
+        side_by_side([partial(compile_bucket, plan, b, "bf16", device.arch, sms=device.sms, ride=False) for b in buckets])
+    meet(comm, stream)
+    held = synthetic_weights(plan, source, tp, comm.rank, arch=device.arch)
+    options = dict(max_batch=max(rows), max_model_len=CONTEXT, weights=lambda *_: held)
+    ways = {how: CudaRank(source, comm, device.index, collectives=how, **options) for how in COLLECTIVES}
+    ways[LOOPED_BACK] = CudaBackend(source, tp, only_rank=comm.rank, ride=False, **options)
+    found, logits = [], {}
+    for n in rows:
+        for how, backend in ways.items():
+            logits[how] = first_step(backend, n, bucket_of(n))
+            meet(comm, stream)
+            found.append({"how": how, "ranks": backend.ranks, "rows": n} | times(backend, bucket_of(n), device))
+        if logits["nccl"].tobytes() != logits["peer"].tobytes() or not np.isfinite(logits["nccl"]).all():
+            raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits by NCCL and by the exchange differ, or are not finite")
+    for how in (LOOPED_BACK, *COLLECTIVES):
+        ways[how].close()
+    return {"layers": layers, "hops": sum(bool(op.stage.moves) for op in plan.ops), "steps": found}
+
+
+def meet(comm, stream) -> None:
+    """Until all ranks are here."""
+    import cupy
+
+    room = cupy.zeros(1 + comm.size, cupy.uint8)
+    stream.synchronize()
+    comm.all_gather(room.data.ptr, room.data.ptr + 1, 1, stream.ptr)
+    stream.synchronize()
+
+
+def first_step(backend, rows: int, bucket: int) -> np.ndarray:
+    """Logits of `rows` sequences' first tokens, in slots as new."""
+    pages = backend.num_pages // backend.num_slots
+    for slot in range(rows):
+        backend.open_slot(slot, range(slot * pages, (slot + 1) * pages))
+    ids = np.random.default_rng(rows).integers(0, backend.cfg.vocab_size, rows)
+    backend.write(token_ids=ids, row_slot=np.arange(rows), row_position=np.zeros(rows), logit_rows=np.arange(rows), row_accepted=np.ones(rows))
+    backend.replay("step", bucket)
+    backend.stream.synchronize()
+    return backend.memories[0].buffer("logits")[:rows].get()
+
+
+def times(backend, bucket: int, device) -> dict:
+    """Milliseconds of a step with its commit."""
+    from k3cuda.runtime.cuda_timing import Timer
+
+    timer = Timer(device.arch, backend.stream)
+
+    def steps():
+        for _ in range(STEPS):
+            backend.replay("step", bucket)
+            backend.replay("commit", bucket)
+
+    ms = [timer.once(steps) / STEPS * 1e3 for _ in range(WARM + REPEATS)][WARM:]
+    return {"ms": round(statistics.median(ms), 4), "ms_min": round(min(ms), 4), "ms_max": round(max(ms), 4)}
+
+
+if __name__ == "__main__":
+    parser = rank_script.flags(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8], metavar="LIST")
+    given = parser.parse_args()
+    sys.exit(rank_script.main(given, lambda *place: measure(*place, given.layers, given.rows)))

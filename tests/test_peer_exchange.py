@@ -205,3 +205,36 @@ def test_where_one_rank_cannot_nobody_does_and_all_know_why(broken, words):
 def test_ranks_of_several_machines():
     peers, devices = mapped(4, hosts=["a", "a", "b", "b"])
     assert {p.reason for p in peers} == {"rank 2 and rank 0 are on different machines"} and not any(d.alive for d in devices)
+
+
+@pytest.mark.parametrize(("asked", "reason", "ranks"), [("nccl", None, "nccl"), ("peer", "", "peer"), ("peer", "rank 1 cannot map the memory of rank 0: no", "nccl")])
+def test_a_rank_says_what_carries_its_collectives(asked, reason, ranks, monkeypatch, caplog):
+    pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+    from k3cuda.runtime import cuda_rank
+    from k3cuda.runtime.cuda_backend import CudaBackend
+
+    class Carrier:
+        def __init__(self, *arguments):
+            self.name, self.capacity = "nccl", None
+
+        def use_peers(self, capacity):
+            self.name, self.capacity = ("nccl" if reason else "peer"), capacity
+            return reason
+
+        def check(self):
+            raise ExchangeTimeout("rank 0 waited")
+
+    monkeypatch.setattr(cuda_rank, "Carrier", Carrier)
+    for name in ("bind_cache", "sample", "accept", "propose"):
+        monkeypatch.setattr(CudaBackend, name, lambda self, _: None)
+    monkeypatch.setattr(CudaBackend, "logits", lambda self: None)
+    rank = cuda_rank.CudaRank.__new__(cuda_rank.CudaRank)
+    rank._comm = rank.device = rank.stream = rank.draft = None
+    rank._asked, rank.plan = asked, build_plan(made_config(), 4, dcp=2)
+    rank.bind_cache(None)
+    rank.bind_cache(100)   # the job's least: nothing is mapped anew
+    assert rank.ranks == ranks and rank._carrier.capacity == (capacities(rank.plan) if asked == "peer" else None)
+    assert [r.message for r in caplog.records] == ([f"collectives: nccl instead of peer: {reason}"] if reason else [])
+    for read in (rank.logits, lambda: rank.sample(None), lambda: rank.accept(None), lambda: rank.propose(None)):   # nothing that is read goes unchecked
+        with pytest.raises(ExchangeTimeout):
+            read()

@@ -35,11 +35,11 @@ class Cuda(CudaBackend):
         return [np.concatenate([m.buffer(name)[:, slot].get() for m in self.memories], axis=BY_NAME[name].cut - 1) for name in STATES]
 
 
-def compile_ahead(*units, dcp=1) -> None:
+def compile_ahead(*units) -> None:
     """Fills the cache of cubins, all at the same time; a unit is (cfg, tp, buckets, kv_cache_dtype, whether collectives ride on stores)."""
     device = open_device()
     with ThreadPoolExecutor() as pool:   # NVRTC works outside Python's lock
-        jobs = [pool.submit(compile_bucket, build_plan(cfg, tp, dcp=dcp), rows, kv, device.arch, sms=device.sms, ride=ride)
+        jobs = [pool.submit(compile_bucket, build_plan(cfg, tp), rows, kv, device.arch, sms=device.sms, ride=ride)
                 for cfg, tp, buckets, kv, ride in units for rows in buckets]
         for job in jobs:
             job.result()

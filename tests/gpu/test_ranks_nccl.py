@@ -11,12 +11,10 @@ import pytest
 pytestmark = pytest.mark.gpu
 pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
 
-from command import ENVIRONMENT, ROOT  # noqa: E402
+from command import ENVIRONMENT, ROOT, k3  # noqa: E402
 from models import relative  # noqa: E402
-from standard import compile_ahead  # noqa: E402
 
-from k3cuda.runtime.cuda_kernels import bucket_of  # noqa: E402
-from k3cuda.runtime.machine import probe_driver  # noqa: E402
+from k3cuda.runtime.machine import architecture, probe_driver  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 from k3cuda.runtime.write_checkpoint import write_checkpoint  # noqa: E402
@@ -64,11 +62,19 @@ HOW = "nccl", "peer"
 LIMIT = 2e-3   # of caches that are split against whole ones: see test_standard_split.py
 
 
-def launch(model, out, tp, *asked) -> tuple[np.ndarray, dict]:
+def compile_ahead(out, model, how, tp, dcp, forced, before, drafts, *text) -> None:
+    """What `launch` will look for: else every rank compiles it, each for itself."""
+    rows = sorted({2, 4, 8, *before, forced or 2})
+    draft = ["--draft-model", "tiny-random-draft", "--num-speculative-tokens", drafts] if drafts else []
+    k3("compile", model, "--tp", tp, "--dcp", dcp, "--ranks", "virtual" if how == "virtual" else "processes", "--rows", ",".join(map(str, rows)),
+       "--arch", architecture(probe_driver().gpus[0].compute_capability), "--output", out, *draft)
+
+
+def launch(model, out, cubins, tp, *asked) -> tuple[np.ndarray, dict]:
     """(logits, what the script says). `out`: a path that ends with how ranks are joined: -virtual.npy, -nccl.npy or -peer.npy."""
     share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp and not str(out).endswith("virtual.npy") else {}
     words = json.dumps([str(model), str(out), tp, *asked])
-    done = subprocess.run([sys.executable, "-c", SCRIPT, words], env=ENVIRONMENT | share, cwd=ROOT, stdout=subprocess.PIPE, timeout=600)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, words], env=ENVIRONMENT | share | {"K3CUDA_CUBIN_DIR": str(cubins)}, cwd=ROOT, stdout=subprocess.PIPE, timeout=600)
     assert done.returncode == 0
     return np.load(out), json.loads(done.stdout)
 
@@ -88,11 +94,8 @@ def runs(folder):
     def run(how, model, *asked):
         key = json.dumps([how, model, *asked])
         if key not in found:
-            if not model:
-                tp, dcp, forced, before = asked[:4]
-                buckets = {bucket_of(rows) for rows in (2, 4, *before, forced or 2)}
-                compile_ahead((CONFIG, tp, buckets, "bf16", how == "virtual"), dcp=dcp)   # else every rank compiles the same
-            found[key] = launch(model or folder, folder.parent / f"{len(found)}-{how}.npy", *asked)
+            compile_ahead(folder.parent / "cubins", model or folder, how, *asked)
+            found[key] = launch(model or folder, folder.parent / f"{len(found)}-{how}.npy", folder.parent / "cubins", *asked)
         return found[key]
 
     return run

@@ -56,7 +56,7 @@ class Ranks:
         self.states = [np.zeros(STATE_WORDS * len(capacity), np.uint32) for _ in range(tp)]
         addresses, self.exchanges, dice = [-(-a.ctypes.data // 16) * 16 for a in self.inboxes], [], random.Random(tp)
 
-        def kernel(name, arguments, vectors):
+        def kernel(name, arguments, vectors, dependent=False):
             def launch():
                 time.sleep(dice.random() * sleeps)
                 host.launch(library, name, blocks_for(vectors, 2), THREADS, arguments)

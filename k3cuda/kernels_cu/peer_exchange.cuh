@@ -137,6 +137,8 @@ K3_DEVICE bool receive_move(const Exchange& e, const RankMove& m, size_t turn, i
 
 // Grid: any, but the same on all ranks: then a block waits for what the block of its number has sent elsewhere, and not all have to be resident.
 extern "C" __global__ void __launch_bounds__(256) peer_exchange(const __grid_constant__ Exchange e) {
+  grid_launch_next();
+  grid_wait();
   if (load_own(&e.state->failed)) return;
   const size_t turn = load_own(&e.state->turn);
   for (int n = 0, first = 0; n < e.moves; first += e.move[n++].rank_vectors()) send_move(e, e.move[n], turn, first);

@@ -91,10 +91,13 @@ class Carrier:
             self._exchange, self.name = PeerExchange(self._comm.rank, peers, capacity, self._state.data.ptr, self._trouble, self._kernel), PEER
         return peers.reason
 
-    def launches(self, name: str, places: list[tuple[MoveLayout, int, int]]) -> list:
-        """What is launched for one collective, which messages call `name`: of each of its moves the layout, and addresses of source and target."""
+    def launches(self, name: str, places: list[tuple[MoveLayout, int, int]], overlap: bool = False) -> list:
+        """What is launched for one collective, which messages call `name`: of each of its moves the layout, and addresses of source and target.
+
+        `overlap`: an exchange may begin under the launch before it; what NCCL launches never may.
+        """
         if self._exchange:
-            return [self._exchange.launch(name, [rank_move(*place) for place in places])]
+            return [self._exchange.launch(name, [rank_move(*place) for place in places], dependent=overlap)]
         return [NcclMove(layout, self._comm, source, target, self._room(layout), self._raw_stream, self._kernel) for layout, source, target in places]
 
     def check(self) -> None:
@@ -117,8 +120,8 @@ class Carrier:
             self._staging[size] = cupy.empty(size, cupy.uint8)
         return self._staging[size].data.ptr
 
-    def _kernel(self, name: str, arguments: list, vectors: int) -> Launch:
-        launch = Launch(self._module.function(name), blocks_for(vectors, self._device.sms), THREADS, arguments, stream=self._raw_stream)
+    def _kernel(self, name: str, arguments: list, vectors: int, dependent: bool = False) -> Launch:
+        launch = Launch(self._module.function(name), blocks_for(vectors, self._device.sms), THREADS, arguments, stream=self._raw_stream, dependent=dependent)
         launch.kernel = name
         return launch
 

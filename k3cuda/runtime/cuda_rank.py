@@ -47,18 +47,19 @@ class CudaRank(CudaBackend):
             return super().kernels(bucket)
 
     def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False):
-        """As CudaBackend, with the carrier's launches in the place of collectives. Nothing begins under a launch before it, which may be NCCL's."""
-        out = super().launches(what, bucket, overlap=False, follows=follows)
-        return [(op, self._moves(op, self.memories[0], bucket) if op.stage.moves else group) for op, group in out]
+        """As CudaBackend, with the carrier's launches in the place of collectives. Nothing begins under a launch before it that may be NCCL's."""
+        overlap = overlap and self._carrier.name == PEER
+        out = super().launches(what, bucket, overlap=overlap, follows=follows)
+        return [(op, self._moves(op, self.memories[0], bucket, overlap) if op.stage.moves else group) for op, group in out]
 
-    def _moves(self, op: Op, memory: RankMemory, rows: int) -> list:
+    def _moves(self, op: Op, memory: RankMemory, rows: int, overlap: bool = False) -> list:
         """What takes the place of a collective on the memory of the target or of its draft, in a step of up to `rows` rows."""
         places, arena, at = [], memory.arena.data.ptr, memory.offsets
         for m in op.stage.moves:
             layout = layout_of(m, memory.plan, memory.tables, rows)
             source, target = arena + at[m.source] + op.kind_index * layout.source_layer, arena + at[m.target] + op.kind_index * layout.target_layer
             places.append((layout, source, target))
-        return self._carrier.launches(str(op), places)
+        return self._carrier.launches(str(op), places, overlap)
 
     # What is read has come through exchanges, if they have not failed.
 

@@ -63,8 +63,8 @@ class PeerExchange:
             self._places[ranks] = at, state + 4 * STATE_WORDS * number
             at += TURNS * ranks * nbytes
 
-    def launch(self, name: str, moves: list[RankMove]):
-        """What launches one exchange, which messages call `name`, of up to MOST_MOVES moves between the same ranks."""
+    def launch(self, name: str, moves: list[RankMove], **options):
+        """What launches one exchange, which messages call `name`, of up to MOST_MOVES moves between the same ranks. `options`: of `kernel`."""
         ranks, = {m.ranks for m in moves}
         group, (at, state) = members(self._rank, ranks), self._places[ranks]
         if (name, group) not in self._asked:
@@ -75,7 +75,7 @@ class PeerExchange:
             e.move[i] = move
         for place, rank in enumerate(group):
             e.inbox[place] = self._peers.addresses[rank] + at
-        return self._kernel(EXCHANGE, [e], max(ranks * m.rows * -(-m.slice // VECTOR) for m in moves))
+        return self._kernel(EXCHANGE, [e], max(ranks * m.rows * -(-m.slice // VECTOR) for m in moves), **options)
 
     def check(self) -> None:
         """Raises ExchangeTimeout once a wait has taken too long; what is asked behind it may be anything."""

@@ -224,7 +224,7 @@ def by_nccl(movers):
     return launches
 
 
-def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monkeypatch):
+def test_a_rank_of_the_standard_backend_asks_its_carrier_where_others_run_a_kernel(monkeypatch):
     from k3cuda.runtime.cuda_backend import CudaBackend
     from k3cuda.runtime.cuda_carry import Carrier, NcclMove
     from k3cuda.runtime.cuda_rank import CudaRank
@@ -242,6 +242,12 @@ def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monk
     assert asked == [{"overlap": False, "follows": False}] and [op for op, _ in launches] == list(plan.ops)
     for op, group in launches:
         assert [type(x) for x in group] == [NcclMove] * len(op.stage.moves) if op.stage.moves else group == ["kernel"]
+    # An exchange is one launch for all moves of a collective, which begins under the launch before it where that may be.
+    rank._carrier.name, rank._carrier._exchange = "peer", SimpleNamespace(launch=lambda name, moves, dependent: (name, len(moves), dependent))
+    for overlap in (True, False):
+        launches = rank.launches("step", 8, overlap=overlap)
+        assert asked[-1] == {"overlap": overlap, "follows": False}
+        assert [group for op, group in launches if op.stage.moves] == [[(str(op), len(op.stage.moves), overlap)] for op in plan.ops if op.stage.moves]
     said = []
     rank._building, rank._kernels = lambda: said.append("building") or nullcontext(), {8: "built"}
     assert rank.kernels(8) == "built" and said == ["building"]

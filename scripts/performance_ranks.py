@@ -1,0 +1,28 @@
+"""Tables of docs/performance.md about ranks that have a GPU each."""
+from typing import Callable
+
+
+def collectives(found: dict, table: Callable, source: Callable) -> str:
+    """`table`, `source`: make_performance.py's."""
+    by = {}
+    for c in found["collectives"]:
+        by.setdefault((c["collective"], c["rows"], c["bytes"]), {})[c["by"]] = f"{c['us']:.2f} ({c['us_p99']:.2f})"
+    rows = [[name, rows, f"{nbytes / 1e3:.1f}", times["nccl"], times.get("peer", "")] for (name, rows, nbytes), times in by.items()]
+    why = f" No exchange: {found['no_peers']}." if found["no_peers"] else ""
+    head = ["collective", "rows", "kB to each rank", "NCCL, µs (99th percentile)", "inside a kernel, µs (99th percentile)"]
+    return (f"## Collectives over {found['ranks']} GPUs\n\nOne collective in a CUDA graph between two notes of the device's clock, {found['replays']:,} replays behind one another, "
+            f"NCCL {found['nccl']} with the kernels that\npack and spread around it. A graph of the notes alone takes {found['empty']['us']:.2f} µs, which every number has in it.{why}"
+            f"\n\n{table(head, rows)}" + source(f"collectives-{found['ranks']}", found))
+
+
+def rank_steps(found: dict, table: Callable, source: Callable) -> str:
+    """The same of steps."""
+    by = {}
+    for s in found["steps"]:
+        by.setdefault(s["rows"], {})[s["how"]] = s["ms"]
+    lost = lambda ms, alone: f"{ms:.3f} ({1e3 * (ms - alone) / found['hops']:+.1f})"
+    rows = [[n, f"{ms['looped_back']:.3f}", lost(ms["nccl"], ms["looped_back"]), lost(ms["peer"], ms["looped_back"])] for n, ms in by.items()]
+    head = ["rows", "looped back, ms", "by NCCL, ms (µs more a collective)", "inside a kernel, ms (µs more a collective)"]
+    return (f"## Steps of {found['ranks']} real ranks\n\nThe first {found['layers']} layers of the release cut over {found['ranks']} GPUs, {found['hops']} collectives a step; "
+            "step and commit of rank 0. Logits by NCCL and by the exchange have the same bytes\non every rank. Looped back, a rank is alone and every collective a kernel that "
+            f"writes to itself; with NCCL kernels do not begin under one another.\n\n{table(head, rows)}" + source("rank_steps", found))

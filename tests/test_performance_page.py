@@ -90,6 +90,12 @@ def test_every_file_has_a_command(name):
     assert name in official.split()
 
 
+@pytest.mark.parametrize("name", made.RANK_FILES)
+def test_every_file_of_several_gpus_has_a_command(name):
+    script = (ROOT / "scripts/gpu.sh").read_text(encoding="utf-8")
+    assert f'--output "$out/{name.replace("-2", "-$n")}.json"' in script
+
+
 def test_causes_and_targets_name_each_other():
     causes = made.FOLDER / made.CAUSES
     assert not causes.exists() or set(json.loads(causes.read_text(encoding="utf-8"))) <= {t.name for t in made.TARGETS}

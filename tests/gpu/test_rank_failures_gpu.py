@@ -1,17 +1,13 @@
 """A rank that dies or hangs in the middle of an answer, while the others' GPUs wait for it inside a kernel: the job ends in time, and no process is left."""
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from command import COMMAND
+from rank_processes import all_gone, ends, running, start
 
-sys.path.append(str(Path(__file__).parents[1]))
-from rank_processes import all_gone, ends, running, start  # noqa: E402
-
-from k3cuda.runtime.machine import probe_driver  # noqa: E402
+from k3cuda.runtime.machine import probe_driver
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")

@@ -33,18 +33,19 @@ def layouts(ranks: int) -> dict[tuple[str, int], MoveLayout]:
 def arguments():
     parser = rank_script.flags(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     parser.add_argument("--replays", type=int, help=f"of each graph  [default: {TIMED}; {TIMED_SHARED} with --share-gpu]")
+    parser.add_argument("--fabric", action="store_true", help="map peers as those of other hosts, by fabric handles")
     given = parser.parse_args()
     given.replays = given.replays or (TIMED_SHARED if given.share_gpu else TIMED)
     return given
 
 
-def measure(comm, device, stream, replays: int) -> dict:
+def measure(comm, device, stream, replays: int, fabric: bool) -> dict:
     """Times of an empty graph, of every collective and row count by each carrier once what arrives is right, and why there is no exchange, or ""."""
     from k3cuda.runtime.cuda_carry import Carrier
 
     carriers, moves = [Carrier(comm, device, stream) for _ in range(2)], layouts(comm.size)
     carriers[0].warm_up()
-    no_peers = carriers[1].use_peers({comm.size: max(map(part_bytes, moves.values()))})
+    no_peers = carriers[1].use_peers({comm.size: max(map(part_bytes, moves.values()))}, fabric)
     clock, found = Clock(device, stream, replays), []
     for (name, rows), layout in moves.items():
         for carrier in carriers[:1] if no_peers else carriers:
@@ -57,7 +58,7 @@ def measure(comm, device, stream, replays: int) -> dict:
     for carrier in carriers:
         carrier.close()
     comm.close()
-    return {"replays": replays, "no_peers": no_peers, "empty": empty, "collectives": found}
+    return {"replays": replays, "fabric": fabric, "no_peers": no_peers, "empty": empty, "collectives": found}
 
 
 def placed(carrier, name: str, layout: MoveLayout):
@@ -121,4 +122,4 @@ class Clock:
 
 if __name__ == "__main__":
     given = arguments()
-    sys.exit(rank_script.main(given, lambda *place: measure(*place, given.replays)))
+    sys.exit(rank_script.main(given, lambda *place: measure(*place, given.replays, given.fabric)))

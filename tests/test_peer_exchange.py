@@ -133,10 +133,14 @@ def test_a_rank_that_does_not_send_is_named_and_nothing_hangs(library):
 # ---- mapping ----
 
 class HostDevice:
-    """A device whose handles are numbers of arrays; `broken`: the call that fails, and on which rank."""
+    """A device whose handles are numbers of arrays; `broken`: the call that fails, and on which rank. `one_host`: what it was asked for."""
 
     def __init__(self, rank, world, broken=None):
-        self.rank, self.world, self.broken, self.alive = rank, world, broken, []
+        self.rank, self.world, self.broken, self.alive, self.one_host = rank, world, broken, [], None
+
+    def __call__(self, one_host):
+        self.one_host = one_host
+        return self
 
     def _may_fail(self, name):
         if self.broken == (name, self.rank):
@@ -151,7 +155,8 @@ class HostDevice:
         self._may_fail("handle")
         return str(address).encode().ljust(HANDLE_BYTES, b"\0")
 
-    def open(self, handle):
+    def open(self, handle, nbytes):
+        assert nbytes == 64
         self._may_fail("open")
         address = int(handle.rstrip(b"\0"))
         self.alive.append(("mapped", address))
@@ -202,9 +207,10 @@ def test_where_one_rank_cannot_nobody_does_and_all_know_why(broken, words):
     assert all(p.reason.startswith(words) and p.addresses == [] for p in peers) and not any(d.alive for d in devices)
 
 
-def test_ranks_of_several_machines():
-    peers, devices = mapped(4, hosts=["a", "a", "b", "b"])
-    assert {p.reason for p in peers} == {"rank 2 and rank 0 are on different machines"} and not any(d.alive for d in devices)
+@pytest.mark.parametrize(("hosts", "are_on_one"), [("aaaa", True), ("aabb", False)])
+def test_ranks_of_several_hosts_use_handles_that_reach_them(hosts, are_on_one):
+    peers, devices = mapped(4, hosts=hosts)
+    assert {d.one_host for d in devices} == {are_on_one} and not any(p.reason for p in peers)
 
 
 @pytest.mark.parametrize(("asked", "reason", "ranks"), [("nccl", None, "nccl"), ("peer", "", "peer"), ("peer", "rank 1 cannot map the memory of rank 0: no", "nccl")])

@@ -13,7 +13,7 @@ from ..emit import MoveLayout
 from .collectives import members
 from .cuda_driver import Device, Launch, Module
 from .cuda_kernels import compile_moves
-from .cuda_peers import CudaPeers
+from .cuda_peers import peers_of
 from .machine import NCCL, PEER
 from .nccl import Communicator
 from .peer_exchange import STATE_WORDS, TROUBLE_WORDS, PeerExchange, memory_bytes
@@ -80,9 +80,12 @@ class Carrier:
         self._stream.synchronize()
         self._comm.check()
 
-    def use_peers(self, capacity: dict[int, int]) -> str:
-        """All ranks at the same time: from here on collectives are exchanges, of `capacity` (peer_exchange.capacities). Else why not: NCCL goes on."""
-        peers = map_peers(self._comm.rank, memory_bytes(capacity), CudaPeers(), self._gather_bytes)
+    def use_peers(self, capacity: dict[int, int], fabric: bool = False) -> str:
+        """All ranks at the same time: from here on collectives are exchanges, of `capacity` (peer_exchange.capacities). Else why not: NCCL goes on.
+
+        `fabric`: handles that reach other hosts also where all ranks are on one.
+        """
+        peers = map_peers(self._comm.rank, memory_bytes(capacity), lambda one_host: peers_of(self._device, one_host and not fabric), self._gather_bytes)
         if not peers.reason:
             self._state = cupy.zeros(STATE_WORDS * len(capacity), cupy.uint32)
             cupy.cuda.get_current_stream().synchronize()

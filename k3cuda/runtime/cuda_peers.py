@@ -1,11 +1,17 @@
-"""CUDA's handles to memory of another process on the same host: peer_memory.PeerDevice on the GPU that is current."""
+"""CUDA's handles to memory of other processes: peer_memory.PeerDevice on the GPU that is current."""
 from cupy.cuda import runtime
 
 from ..errors import DeviceError
+from .cuda_driver import Device, check, driver
+from .peer_memory import HANDLE_BYTES, PeerDevice
 
 
-class CudaPeers:
-    """A handle names a whole allocation, so memory comes from the driver itself and not from CuPy's pool."""
+def peers_of(device: Device, are_on_one_host: bool) -> PeerDevice:
+    return HostPeers() if are_on_one_host else FabricPeers(device)
+
+
+class HostPeers:
+    """Of one host, by CUDA's interprocess handles. A handle names a whole allocation, so memory comes from CUDA itself and not from CuPy's pool."""
 
     def allocate(self, nbytes: int) -> int:
         address = _asked(runtime.malloc, nbytes)
@@ -16,7 +22,7 @@ class CudaPeers:
     def handle(self, address: int) -> bytes:
         return _asked(runtime.ipcGetMemHandle, address)
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes, nbytes: int) -> int:
         return _asked(runtime.ipcOpenMemHandle, handle)
 
     def close(self, address: int) -> None:
@@ -24,6 +30,57 @@ class CudaPeers:
 
     def free(self, address: int) -> None:
         _asked(runtime.free, address)
+
+
+class FabricPeers:
+    """Of the hosts of one NVLink domain, by fabric handles. Raises DeviceError also where a host has no IMEX channel (/dev/nvidia-caps-imex-channels)."""
+
+    def __init__(self, device: Device):
+        cu = driver()
+        self._kind = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+        p = self._properties = cu.CUmemAllocationProp()
+        p.type, p.requestedHandleTypes = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, self._kind
+        p.location.type, p.location.id = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, device.index
+        self._access = cu.CUmemAccessDesc()
+        self._access.location, self._access.flags = p.location, cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._held: dict[int, tuple] = {}   # address -> what stands behind it, bytes
+
+    def allocate(self, nbytes: int) -> int:
+        cu, size = driver(), self._whole(nbytes)
+        address = self._mapped(check(cu.cuMemCreate(size, self._properties, 0)), size)
+        check(cu.cuMemsetD8(address, 0xff, size))
+        check(cu.cuCtxSynchronize())
+        return address
+
+    def handle(self, address: int) -> bytes:
+        return bytes(check(driver().cuMemExportToShareableHandle(self._held[address][0], self._kind, 0)).data)[:HANDLE_BYTES]
+
+    def open(self, handle: bytes, nbytes: int) -> int:
+        cu = driver()
+        theirs = cu.CUmemFabricHandle()
+        theirs.data = handle
+        return self._mapped(check(cu.cuMemImportFromShareableHandle(theirs.getPtr(), self._kind)), self._whole(nbytes))
+
+    def close(self, address: int) -> None:
+        cu, (memory, size) = driver(), self._held.pop(address)
+        check(cu.cuMemUnmap(address, size))
+        check(cu.cuMemAddressFree(address, size))
+        check(cu.cuMemRelease(memory))
+
+    free = close
+
+    def _whole(self, nbytes: int) -> int:
+        cu = driver()
+        unit = check(cu.cuMemGetAllocationGranularity(self._properties, cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED))
+        return -(-nbytes // unit) * unit
+
+    def _mapped(self, memory, size: int) -> int:
+        cu = driver()
+        address = int(check(cu.cuMemAddressReserve(size, 0, 0, 0)))
+        check(cu.cuMemMap(address, size, 0, memory, 0))
+        self._held[address] = memory, size
+        check(cu.cuMemSetAccess(address, size, [self._access], 1))
+        return address
 
 
 def _asked(call, *arguments):

@@ -9,12 +9,12 @@ from typing import Callable, Protocol
 
 from ..errors import DeviceError
 
-HANDLE_BYTES = 64   # of cudaIpcMemHandle_t
+HANDLE_BYTES = 64   # of cudaIpcMemHandle_t and of CUmemFabricHandle
 _HOST_BYTES, _REASON_BYTES = 64, 256
 
 
 class PeerDevice(Protocol):
-    """What maps memory: cuda_rank.py's on a GPU, a test's in host memory. Everything raises DeviceError."""
+    """What maps memory: cuda_peers.py's on a GPU, a test's in host memory. Everything raises DeviceError."""
 
     def allocate(self, nbytes: int) -> int:
         """An address of `nbytes` that are 0xff, to which `handle` can be asked for."""
@@ -22,8 +22,8 @@ class PeerDevice(Protocol):
     def handle(self, address: int) -> bytes:
         """HANDLE_BYTES that another process opens."""
 
-    def open(self, handle: bytes) -> int:
-        """The address of another process's memory here."""
+    def open(self, handle: bytes, nbytes: int) -> int:
+        """The address here of another process's memory, of which it has allocated `nbytes`."""
 
     def close(self, address: int) -> None: ...
 
@@ -46,32 +46,30 @@ class Peers:
             (self._device.free if rank == self._rank else self._device.close)(address)
 
 
-def map_peers(rank: int, nbytes: int, device: PeerDevice, gather: Callable[[bytes], list[bytes]], host: str | None = None) -> Peers:
+def map_peers(rank: int, nbytes: int, device_of: Callable[[bool], PeerDevice], gather: Callable[[bytes], list[bytes]], host: str | None = None) -> Peers:
     """Takes `nbytes` of memory on every rank, and maps all of it on each.
 
     Args:
+        device_of: what maps it, given whether all ranks are on one host.
         gather: what every rank gives it, in order of rank; of one length on all of them.
-        host: of this process; None: asked for. Only processes of one host can map each other so.
+        host: of this process; None: asked for.
     """
-    host, own, opened, reason = host or host_identity(), None, {}, ""
+    hosts = gather(_padded(host or host_identity(), _HOST_BYTES))
+    device, own, opened, reason = device_of(len(set(hosts)) == 1), None, {}, ""
     try:
         own = device.allocate(nbytes)
         handle = device.handle(own)
     except DeviceError as e:
         handle, reason = bytes(HANDLE_BYTES), f"rank {rank} cannot give its memory away: {e}"
-    told = gather(_padded(host, _HOST_BYTES) + handle)
-    for other, record in enumerate(told):
-        if reason:
-            break
-        if _text(record[:_HOST_BYTES]) != host:
-            reason = f"rank {other} and rank {rank} are on different machines"
-        elif other != rank and any(record[_HOST_BYTES:]):   # a rank that has none says so itself
+    handles = gather(handle)
+    for other, theirs in enumerate(handles):
+        if other != rank and any(theirs) and not reason:   # a rank that has none says so itself
             try:
-                opened[other] = device.open(record[_HOST_BYTES:])
+                opened[other] = device.open(theirs, nbytes)
             except DeviceError as e:
                 reason = f"rank {rank} cannot map the memory of rank {other}: {e}"
     reasons = [_text(r) for r in gather(_padded(reason, _REASON_BYTES))]
-    peers = Peers([own if r == rank else opened.get(r, 0) for r in range(len(told))], next(filter(None, reasons), ""), rank, device)
+    peers = Peers([own if r == rank else opened.get(r, 0) for r in range(len(handles))], next(filter(None, reasons), ""), rank, device)
     if peers.reason:
         for address in opened.values():
             device.close(address)

@@ -39,7 +39,8 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
     held = synthetic_weights(plan, source, tp, comm.rank, arch=device.arch)
     options = dict(max_batch=max(rows), max_model_len=CONTEXT, weights=lambda *_: held)
     ways = {how: CudaRank(source, comm, device.index, collectives=how, **options) for how in COLLECTIVES}
-    ways[LOOPED_BACK] = CudaBackend(source, tp, only_rank=comm.rank, ride=False, **options)
+    here = type("LoopedBack", (CudaBackend,), {"device_index": device.index})
+    ways[LOOPED_BACK] = here(source, tp, only_rank=comm.rank, ride=False, **options)
     found, logits = [], {}
     for n in rows:
         for how, backend in ways.items():

@@ -40,8 +40,8 @@ def collectives_of(plan) -> list[tuple[str, int, tuple]]:
 
 
 def check_plan(plan, rows, launches, times=1) -> None:
-    """Every collective of a step of up to `rows` rows, `times` times over, on arenas in host memory: what the shapes of its buffers say arrives, and
-    nothing around it changes. Every rank runs on its own.
+    """Every collective of a step of up to `rows` rows, `times` times over with other values, on arenas in host memory: what the shapes of its buffers say
+    arrives, and nothing around it changes. Every rank runs on its own.
 
     Args:
         launches: (rank, name, [(layout, source, target)]) -> what is launched for a collective.
@@ -49,7 +49,7 @@ def check_plan(plan, rows, launches, times=1) -> None:
     tables, (offsets, size) = tables_of(plan), arena_offsets(plan)
     rng = np.random.default_rng(rows)
     arenas = [rng.integers(0, 256, size, np.uint8) for _ in range(plan.tp)]
-    before = [a.copy() for a in arenas]
+    before, dice = [a.copy() for a in arenas], [np.random.default_rng((rows, r)) for r in range(plan.tp)]
 
     def view(arena, name, layer):
         b = tables.buffers[name]
@@ -63,13 +63,19 @@ def check_plan(plan, rows, launches, times=1) -> None:
         return [(at, base + offsets[m.source] + layer * at.source_layer, base + offsets[m.target] + layer * at.target_layer) for m, at in zip(moves, layouts)]
 
     found = collectives_of(plan)
+    sent = {(m.source, layer) for _, layer, moves in found for m in moves}
+    assert not {name for name, _ in sent} & {m.target for _, _, moves in found for m in moves}
     todo = [[x for name, layer, moves in found for x in launches(r, name, places(r, moves, layer))] for r in range(plan.tp)]
     trouble = []
 
     def run(rank):
         try:
-            for launch in todo[rank] * times:
-                launch.launch()
+            for _ in range(times):
+                for name, layer in sent:
+                    part = view(arenas[rank], name, layer)
+                    part[...] = dice[rank].integers(0, 1 << 8 * part.itemsize - 1, part.shape)
+                for launch in todo[rank]:
+                    launch.launch()
         except Exception as e:   # else the thread would end unseen
             trouble.append(e)
 
@@ -81,10 +87,12 @@ def check_plan(plan, rows, launches, times=1) -> None:
     assert not trouble, trouble
     for r in range(plan.tp):
         wanted = before[r].copy()
+        for name, layer in sent:
+            view(wanted, name, layer)[...] = view(arenas[r], name, layer)
         for m, layer in ((m, layer) for _, layer, moves in found for m in moves):
             mine = members(r, plan.dcp if m.in_group else plan.tp)
             count = plan.padded_seqs(rows) if "seqs" in tables.buffers[m.source].shape else rows
-            target, sources = view(wanted, m.target, layer), [view(before[i], m.source, layer)[:count] for i in mine]
+            target, sources = view(wanted, m.target, layer), [view(arenas[i], m.source, layer)[:count] for i in mine]
             if m.how == GATHER:
                 source = tables.buffers[m.source]
                 target[:count] = np.concatenate(sources, axis=source.cut - source.is_layered)

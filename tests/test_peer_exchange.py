@@ -50,7 +50,7 @@ def test_it_compiles_without_spills(arch):
 class Ranks:
     """Exchanges of `tp` ranks in memory of this process, which all of them see."""
 
-    def __init__(self, library, tp, capacity, limit_s=100.0, sleeps=0.0):
+    def __init__(self, library, tp, capacity, limit_s=20.0, sleeps=0.0):
         words = memory_bytes(capacity) // 4
         self.inboxes = [np.full(words + 4, EMPTY, np.uint32) for _ in range(tp)]
         self.states = [np.zeros(STATE_WORDS * len(capacity), np.uint32) for _ in range(tp)]

@@ -35,8 +35,8 @@ def check_moves(ranks, shapes, rng) -> None:
 
 def collectives_of(plan) -> list[tuple[str, int, tuple]]:
     """(name, number of a layer where its buffers have some, moves) of every collective that moves something else than those before it."""
-    ops = plan.context + plan.ops if isinstance(plan, DraftPlan) else plan.ops
-    return list(dict.fromkeys((op.stage.name, op.kind_index * (op.stage.moves[0].source == "draft_logits_part"), op.stage.moves) for op in ops if op.stage.moves))
+    ops = [op for op in (plan.context + plan.ops if isinstance(plan, DraftPlan) else plan.ops) if op.stage.moves]
+    return list(dict.fromkeys((op.stage.name, op.kind_index * (op.stage.moves[0].source == "draft_logits_part"), op.stage.moves) for op in ops))
 
 
 def check_plan(plan, rows, launches, times=1) -> None:

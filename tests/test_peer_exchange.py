@@ -213,7 +213,7 @@ def test_ranks_of_several_hosts_use_handles_that_reach_them(hosts, are_on_one):
     assert {d.one_host for d in devices} == {are_on_one} and not any(p.reason for p in peers)
 
 
-@pytest.mark.parametrize(("asked", "reason", "ranks"), [("nccl", None, "nccl"), ("peer", "", "peer"), ("peer", "rank 1 cannot map the memory of rank 0: no", "nccl")])
+@pytest.mark.parametrize(("asked", "reason", "ranks"), [("nccl", None, "nccl"), ("peer", "", "peer"), ("peer", "rank 1 cannot map that", "nccl")])
 def test_a_rank_says_what_carries_its_collectives(asked, reason, ranks, monkeypatch, caplog):
     pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
     from k3cuda.runtime import cuda_rank

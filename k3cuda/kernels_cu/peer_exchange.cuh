@@ -29,8 +29,9 @@ struct Exchange {
 
 #ifdef K3_HOST_SHIM
 inline uint4 load_peer(const uint4* p) {
-  const u32* w = (const u32*)p;
-  return {__atomic_load_n(w, __ATOMIC_ACQUIRE), __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), __atomic_load_n(w + 2, __ATOMIC_ACQUIRE), __atomic_load_n(w + 3, __ATOMIC_ACQUIRE)};
+  uint4 v;
+  for (int i = 0; i < 4; ++i) (&v.x)[i] = __atomic_load_n((const u32*)p + i, __ATOMIC_ACQUIRE);
+  return v;
 }
 inline void store_peer(uint4* p, const uint4& v) {
   for (int i = 0; i < 4; ++i) __atomic_store_n((u32*)p + i, (&v.x)[i], __ATOMIC_RELEASE);

@@ -1,6 +1,7 @@
-"""The standard path as several processes, with real NCCL and with the exchange inside a kernel, on as many GPUs as there are; by the test switch several ranks on each where they are
-fewer than ranks. Every rank draws the same tokens, and logits have the bytes of one rank; where ranks hold the cache together, those of virtual
-ranks that do. Each case takes one or two minutes on one GPU that all ranks share, where a hop between them takes 50 to 600 ms, and can run alone."""
+"""The standard path as several processes, with real NCCL and with the exchange inside a kernel, on as many GPUs as there are; by the test switch several
+ranks on each where they are fewer than ranks. Every rank draws the same tokens, and logits have the bytes of one rank; where ranks hold the cache
+together, those of virtual ranks that do. Each case can run alone, in less than a minute (but for the long texts) where all ranks share a GPU.
+"""
 import json
 import subprocess
 import sys
@@ -56,7 +57,7 @@ with LLM(model, tp=tp, dcp=dcp, **ranks, decode_backend="standard", max_model_le
 done_with("closed")
 """
 PROMPTS, LONG_PROMPTS = [[5, 80, 200, 17], [7] * 4], [[5, 80, 200], [7] * 70]
-# Ranks -> prompts, tokens drawn behind each: one hop of 8 or 16 ranks takes 0.2 to 0.6 s where they share a GPU, a step has 25 of them.
+# Ranks -> prompts, tokens drawn behind each: where 8 or 16 ranks share a GPU a step takes one or two seconds.
 TEXT = {2: (PROMPTS, 8), 4: (PROMPTS, 8), 8: ([], 0), 16: ([], 0)}
 HOW = "nccl", "peer"
 LIMIT = 2e-3   # of caches that are split against whole ones: see test_standard_split.py
@@ -74,7 +75,8 @@ def launch(model, out, cubins, tp, *asked) -> tuple[np.ndarray, dict]:
     """(logits, what the script says). `out`: a path that ends with how ranks are joined: -virtual.npy, -nccl.npy or -peer.npy."""
     share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp and not str(out).endswith("virtual.npy") else {}
     words = json.dumps([str(model), str(out), tp, *asked])
-    done = subprocess.run([sys.executable, "-c", SCRIPT, words], env=ENVIRONMENT | share | {"K3CUDA_CUBIN_DIR": str(cubins)}, cwd=ROOT, stdout=subprocess.PIPE, timeout=600)
+    env = ENVIRONMENT | share | {"K3CUDA_CUBIN_DIR": str(cubins)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, words], env=env, cwd=ROOT, stdout=subprocess.PIPE, timeout=600)
     assert done.returncode == 0
     return np.load(out), json.loads(done.stdout)
 
@@ -114,7 +116,7 @@ def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, how, runs):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_two_hundred_tokens(tp, how, runs):
-    """Minutes where ranks share a GPU."""
+    """Half a minute and two where two and four ranks share a GPU."""
     (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 60, [8], 0, LONG_PROMPTS, 200) for kind, n in ((how, tp), ("virtual", 1)))
     assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
 

@@ -4,7 +4,8 @@
 
 A rank's part of the first layers of the released model, cut over as many ranks as there are, with weights made on the device: the text means nothing.
 Each way has the same tokens, caches and states to begin with; the first step's logits of NCCL and the exchange must have the same bytes on every
-rank. `looped_back` is the rank alone, every collective a kernel that writes to itself: what the others take longer is lost to communication.
+rank. `looped_back` is the rank alone, every collective a kernel that writes to itself: what the others take longer is lost to communication. The floor is the
+time of the bytes that a rank must read at the read ceiling of the same run; of experts it counts those of the last layer for every layer.
 """
 import argparse
 import statistics
@@ -20,6 +21,7 @@ from k3cuda.errors import BenchmarkError
 from k3cuda.runtime.machine import COLLECTIVES
 
 LOOPED_BACK, CONTEXT, REPEATS, WARM = "looped_back", 256, 10, 2   # tokens a slot has room for; times, and those before them
+POOL_BYTES = 2 << 30
 STEPS = 20   # a time, since ranks begin it up to some tenths of a millisecond apart
 
 
@@ -29,6 +31,7 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
     from k3cuda.runtime.cuda_kernels import bucket_of, compile_bucket, side_by_side
     from k3cuda.runtime.cuda_rank import CudaRank
     from k3cuda.runtime.cuda_synthetic import synthetic_weights
+    from k3cuda.runtime.step_bytes import StepBytes
 
     source = SimpleNamespace(cfg=first_layers(layers))
     plan, tp = build_plan(source.cfg, comm.size), comm.size
@@ -41,17 +44,20 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
     ways = {how: CudaRank(source, comm, device.index, collectives=how, **options) for how in COLLECTIVES}
     here = type("LoopedBack", (CudaBackend,), {"device_index": device.index})
     ways[LOOPED_BACK] = here(source, tp, only_rank=comm.rank, ride=False, **options)
-    found, logits = [], {}
+    ceiling, found, logits = read_ceiling(device), [], {}
     for n in rows:
         for how, backend in ways.items():
             logits[how] = first_step(backend, n, bucket_of(n))
             meet(comm, stream)
-            found.append({"how": how, "ranks": backend.ranks, "rows": n} | times(backend, bucket_of(n), device))
+            experts = len(np.unique(backend.memories[0].buffer("expert_ids")[:n].get()))
+            nbytes = StepBytes(plan, "bf16", n, n, dict.fromkeys(range(layers), experts)).floor()
+            took = times(backend, bucket_of(n), device)
+            found.append({"how": how, "ranks": backend.ranks, "rows": n, "experts": experts, "floor_ms": round(nbytes / ceiling * 1e3, 4)} | took)
         if logits["nccl"].tobytes() != logits["peer"].tobytes() or not np.isfinite(logits["nccl"]).all():
             raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits by NCCL and by the exchange differ, or are not finite")
     for how in (LOOPED_BACK, *COLLECTIVES):
         ways[how].close()
-    return {"layers": layers, "hops": sum(bool(op.stage.moves) for op in plan.ops), "steps": found}
+    return {"layers": layers, "ceiling_tb_s": round(ceiling / 1e12, 3), "hops": sum(bool(op.stage.moves) for op in plan.ops), "steps": found}
 
 
 def meet(comm, stream) -> None:
@@ -74,6 +80,21 @@ def first_step(backend, rows: int, bucket: int) -> np.ndarray:
     backend.replay("step", bucket)
     backend.stream.synchronize()
     return backend.memories[0].buffer("logits")[:rows].get()
+
+
+def read_ceiling(device) -> float:
+    """Bytes a second."""
+    import ctypes
+
+    import cupy
+
+    from k3cuda.runtime.cuda_synthetic import Filler
+    from k3cuda.runtime.cuda_timing import Timer
+
+    pool = cupy.empty(POOL_BYTES, cupy.uint8)
+    Filler(device.arch).run("fill_bf16", pool, pool.nbytes // 2, ctypes.c_uint(1), ctypes.c_float(-1), ctypes.c_float(1))
+    cupy.cuda.Device().synchronize()
+    return Timer(device.arch).read_ceiling(pool, device.name)
 
 
 def times(backend, bucket: int, device) -> dict:

@@ -17,12 +17,12 @@ def collectives(found: dict, table: Callable, source: Callable) -> str:
 
 def rank_steps(found: dict, table: Callable, source: Callable) -> str:
     """The same of steps."""
-    by = {}
+    by, floors = {}, {}
     for s in found["steps"]:
-        by.setdefault(s["rows"], {})[s["how"]] = s["ms"]
+        by.setdefault(s["rows"], {})[s["how"]], floors[s["rows"]] = s["ms"], s["floor_ms"]
     lost = lambda ms, alone: f"{ms:.3f} ({1e3 * (ms - alone) / found['hops']:+.1f})"
-    rows = [[n, f"{ms['looped_back']:.3f}", lost(ms["nccl"], ms["looped_back"]), lost(ms["peer"], ms["looped_back"])] for n, ms in by.items()]
-    head = ["rows", "looped back, ms", "by NCCL, ms (µs more a collective)", "inside a kernel, ms (µs more a collective)"]
+    rows = [[n, f"{floors[n]:.3f}", f"{ms['looped_back']:.3f}", lost(ms["nccl"], ms["looped_back"]), lost(ms["peer"], ms["looped_back"])] for n, ms in by.items()]
+    head = ["rows", "floor, ms", "looped back, ms", "by NCCL, ms (µs more a collective)", "inside a kernel, ms (µs more a collective)"]
     return (f"## Steps of {found['ranks']} real ranks\n\nThe first {found['layers']} layers of the release cut over {found['ranks']} GPUs, {found['hops']} collectives a step; "
             "step and commit of rank 0. Logits by NCCL and by the exchange have the same bytes\non every rank. Looped back, a rank is alone and every collective a kernel that "
             f"writes to itself; with NCCL kernels do not begin under one another.\n\n{table(head, rows)}" + source("rank_steps", found))

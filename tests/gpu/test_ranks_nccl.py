@@ -116,7 +116,7 @@ def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, how, runs):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_two_hundred_tokens(tp, how, runs):
-    """Half a minute and two where two and four ranks share a GPU."""
+    """More than a minute where four ranks share a GPU."""
     (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 60, [8], 0, LONG_PROMPTS, 200) for kind, n in ((how, tp), ("virtual", 1)))
     assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
 

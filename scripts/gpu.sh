@@ -40,14 +40,14 @@ case $name in
   # Collectives between processes, by NCCL and inside a kernel: --ranks N on N GPUs, or --ranks N --share-gpu on fewer.
   collectives) exec python3 scripts/bench_collectives.py "$@" ;;
   # All that is known of ranks as processes, on the GPUs that are here: what collectives bring and how long they take (collectives-N.json in $OUT for
-  # as many ranks as have a GPU each), then steps, text and drafts. Where there are fewer GPUs than ranks they share them, and times mean nothing.
+  # as many ranks as have a GPU each), then steps, text, drafts, and ranks that die. Where there are fewer GPUs than ranks they share them, and times mean nothing.
   ranks)
     gpus=$(python3 -c 'from k3cuda.runtime.machine import probe_driver; print(len(probe_driver().gpus))')
     for n in 2 4 8 16; do
       if [ "$n" -le "$gpus" ]; then NCCL_NVLS_ENABLE=0 python3 scripts/bench_collectives.py --ranks "$n" --output "$out/collectives-$n.json"
       elif [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" --share-gpu; fi
     done
-    exec python3 -m pytest -m gpu tests/gpu/test_ranks_nccl.py "$@" ;;
+    exec python3 -m pytest -m gpu tests/gpu/test_peer_exchange_gpu.py tests/gpu/test_ranks_nccl.py tests/gpu/test_rank_failures_gpu.py "$@" ;;
   # Steps of the first layers of the release as real ranks, one a GPU: --ranks N.
   rank_steps) NCCL_NVLS_ENABLE=0 exec python3 scripts/bench_ranks.py --output "$out/rank_steps.json" "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;

@@ -18,6 +18,7 @@ from k3cuda.runtime.collectives import TcpRanks
 from k3cuda.runtime.launch import Launch
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
+from k3cuda.runtime.open_model import _choose_backend
 from k3cuda.runtime.rank_backend import CHECK_EVERY, RankedBackend, follow
 from k3cuda.runtime.rank_calls import DECODE, ENCODE
 from k3cuda.runtime.rank_job import Job
@@ -110,6 +111,19 @@ def test_the_gpu_of_a_rank_is_by_its_local_rank(monkeypatch):
     for job in jobs:
         job.choose_gpu()
     assert [job.device for job in jobs] == [0, 1] * 4 and os.environ["NCCL_HOSTID"].endswith("7")
+
+
+def test_a_rank_opens_no_gpu_but_its_own(monkeypatch):
+    """Where there is no driver it says so, and not that ranks are more than GPUs."""
+    opened, gpu = [], SimpleNamespace(problem=None, gpus=(None,) * 4)
+    monkeypatch.setattr("k3cuda.runtime.open_model.probe_driver", lambda: gpu)
+    monkeypatch.setattr("k3cuda.runtime.cuda_driver.require_gpu", opened.append)
+    gpus(monkeypatch, 4)
+    job = Job(Launch("x", 6, 8, 2, 4, "h", 1, "t"), 8, {}, {}, 1)
+    _choose_backend("standard", "f32", job), _choose_backend("standard", "f32", None)
+    gpu.problem = "no NVIDIA driver"
+    _choose_backend("standard", "f32", Job(None, 8, {}, {}, 1))
+    assert opened == [2, 0, 0]
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):

@@ -149,9 +149,9 @@ def _choose_backend(decode_backend, activation_dtype, job: Job | None) -> str:
             raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {name!r} has its own precisions", "leave it out")
         from .cuda_driver import require_gpu
 
-        require_gpu()
-        if job:
-            job.choose_gpu()
+        if job and not probe_driver().problem:
+            job.choose_gpu()   # first: a rank that opens another's GPU, too, leaves a context there
+        require_gpu((job and job.device) or 0)
     return name
 
 

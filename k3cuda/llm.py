@@ -38,7 +38,7 @@ class LLM:
         tp: ranks the model is cut into; None: 1, or what a repacked model is for.
         dcp: how many ranks hold the MLA cache together, a divisor of `tp`; 1: every rank holds all of it.
         ranks: "virtual": all in this process; "processes": each in its own, which have `rendezvous_timeout` seconds to find each other; "auto": what the launcher started.
-        collectives: what carries them between processes that have a GPU each: "nccl", or "peer", the exchange inside a kernel where their memory can be mapped.
+        collectives: what carries them between processes that have a GPU each: "nccl", or "peer", inside a kernel, where their memory can be mapped.
         decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
         max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.
         max_batch: requests that run at once, 1 to 64; more are queued. None: 8, or as many as fit one step with their drafts.
@@ -49,7 +49,7 @@ class LLM:
         load_mode: how files are read: "auto", "direct", "buffered" or "mmap" (docs/loading.md).
         load_progress: bytes and time left on stderr while loading; None: if that is a terminal.
         seed: makes the seeds that are drawn for requests without one reproducible, in order of the requests.
-        drafting: with a draft model, options of runtime/drafting.py: num_drafts, draft_rows, acceptance, acceptance_length, draft_sampling, confidence_threshold.
+        drafting: with a draft model, options by name: num_drafts, draft_rows, acceptance, acceptance_length, draft_sampling, confidence_threshold.
 
     Attributes:
         cfg, tokenizer, generation_config: of the model.
@@ -63,8 +63,9 @@ class LLM:
         RankDied, ExchangeTimeout, RanksDiffer: also in every later call: another process died, hung, sent nothing, or decided differently.
     """
 
-    def __init__(self, model="demo", draft_model=None, tp=None, *, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
-                 activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, ranks="auto", collectives="nccl", rendezvous_timeout=60, seed=None, **drafting):
+    def __init__(self, model="demo", draft_model=None, tp=None, *, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None,
+                 kv_cache_dtype="auto", activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, ranks="auto",
+                 collectives="nccl", rendezvous_timeout=60, seed=None, **drafting):
         self._engine = None
         seed = SamplingParams(seed=seed).seed  # the same rules
         start = time.perf_counter()

@@ -13,10 +13,11 @@ import sys
 
 import rank_script
 
+from k3cuda.config import DECODE_ROWS, RELEASED_FOLDER, K3Config
 from k3cuda.emit import MoveLayout
 from k3cuda.runtime.rank_moves import part_bytes
 
-ROWS, HIDDEN, DECODE_ROWS = (1, 8, 64), 7168, 64
+ROWS, HIDDEN = (1, 8, DECODE_ROWS), K3Config.from_json(RELEASED_FOLDER).hidden_size
 TIMED, TIMED_SHARED, SKIPPED = 10_000, 4, 20   # replays; and those before them
 
 

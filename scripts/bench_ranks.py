@@ -42,6 +42,7 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
     held = synthetic_weights(plan, source, tp, comm.rank, arch=device.arch)
     options = dict(max_batch=max(rows), max_model_len=CONTEXT, weights=lambda *_: held)
     ways = {how: CudaRank(source, comm, device.index, collectives=how, **options) for how in COLLECTIVES}
+    check_ways(ways)
     here = type("LoopedBack", (CudaBackend,), {"device_index": device.index})
     ways[LOOPED_BACK] = here(source, tp, only_rank=comm.rank, ride=False, **options)
     ceiling, found, logits = read_ceiling(device), [], {}
@@ -58,6 +59,13 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
     for how in (LOOPED_BACK, *COLLECTIVES):
         ways[how].close()
     return {"layers": layers, "ceiling_tb_s": round(ceiling / 1e12, 3), "hops": sum(bool(op.stage.moves) for op in plan.ops), "steps": found}
+
+
+def check_ways(ways: dict) -> None:
+    """Raises BenchmarkError where something else carries the collectives than was asked: its times would stand under a false name."""
+    for how, backend in ways.items():
+        if backend.ranks != how:
+            raise BenchmarkError(f"collectives by {how}: {backend.ranks} carries them", "its log says why")
 
 
 def meet(comm, stream) -> None:

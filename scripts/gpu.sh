@@ -3,6 +3,8 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+# Ranks of several GPUs run without NVLink's multicast (NVLS): collectives here are unicast, and a program that uses it can stop all GPUs of a host that
+# others share.
 names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift

@@ -10,9 +10,14 @@ def collectives(found: dict, table: Callable, source: Callable) -> str:
     rows = [[name, rows, f"{nbytes / 1e3:.1f}", times["nccl"], times.get("peer", "")] for (name, rows, nbytes), times in by.items()]
     why = f" No exchange: {found['no_peers']}." if found["no_peers"] else ""
     head = ["collective", "rows", "kB to each rank", "NCCL, µs (99th percentile)", "inside a kernel, µs (99th percentile)"]
-    return (f"## Collectives over {found['ranks']} GPUs\n\nOne collective in a CUDA graph between two notes of the device's clock, {found['replays']:,} replays behind one another, "
-            f"NCCL {found['nccl']} with the kernels that\npack and spread around it. A graph of the notes alone takes {found['empty']['us']:.2f} µs, which every number has in it.{why}"
-            f"\n\n{table(head, rows)}" + source(f"collectives-{found['ranks']}", found))
+    return (f"## Collectives over {found['ranks']} GPUs\n\nOne collective in a CUDA graph between two notes of the device's clock, {found['replays']:,} "
+            f"replays behind one another, NCCL {found['nccl']} with the kernels that\npack and spread around it ({settings(found)}). A graph of the notes alone takes "
+            f"{found['empty']['us']:.2f} µs, which every number has in it.{why}\n\n{table(head, rows)}" + source(f"collectives-{found['ranks']}", found))
+
+
+def settings(found: dict) -> str:
+    """What NCCL was told: above all whether it may use NVLink's multicast."""
+    return ", ".join(f"`{name}={value}`" for name, value in sorted(found["nccl_settings"].items())) or "NCCL's own settings"
 
 
 def rank_steps(found: dict, table: Callable, source: Callable) -> str:
@@ -21,8 +26,12 @@ def rank_steps(found: dict, table: Callable, source: Callable) -> str:
     for s in found["steps"]:
         by.setdefault(s["rows"], {})[s["how"]], floors[s["rows"]] = s["ms"], s["floor_ms"]
     lost = lambda ms, alone: f"{ms:.3f} ({1e3 * (ms - alone) / found['hops']:+.1f})"
-    rows = [[n, f"{floors[n]:.3f}", f"{ms['looped_back']:.3f}", lost(ms["nccl"], ms["looped_back"]), lost(ms["peer"], ms["looped_back"])] for n, ms in by.items()]
+    rows = []
+    for n, ms in by.items():
+        alone = ms["looped_back"]
+        rows.append([n, f"{floors[n]:.3f}", f"{alone:.3f}", lost(ms["nccl"], alone), lost(ms["peer"], alone)])
     head = ["rows", "floor, ms", "looped back, ms", "by NCCL, ms (µs more a collective)", "inside a kernel, ms (µs more a collective)"]
-    return (f"## Steps of {found['ranks']} real ranks\n\nThe first {found['layers']} layers of the release cut over {found['ranks']} GPUs, {found['hops']} collectives a step; "
-            "step and commit of rank 0. Logits by NCCL and by the exchange have the same bytes\non every rank. Looped back, a rank is alone and every collective a kernel that "
-            f"writes to itself; with NCCL kernels do not begin under one another.\n\n{table(head, rows)}" + source("rank_steps", found))
+    return (f"## Steps of {found['ranks']} real ranks\n\nThe first {found['layers']} layers of the release cut over {found['ranks']} GPUs, {found['hops']} "
+            f"collectives a step; step and commit of rank 0 ({settings(found)}).\nLogits by NCCL and by the exchange have the same bytes on every rank. Looped back, a rank "
+            f"is alone and every collective a kernel that writes to itself;\nwith NCCL kernels do not begin under one another.\n\n{table(head, rows)}"
+            + source("rank_steps", found))

@@ -63,7 +63,7 @@ def check_plan(plan, rows, launches, times=1) -> None:
         return [(at, base + offsets[m.source] + layer * at.source_layer, base + offsets[m.target] + layer * at.target_layer) for m, at in zip(moves, layouts)]
 
     found = collectives_of(plan)
-    sent = {(m.source, layer) for _, layer, moves in found for m in moves}
+    sent = list(dict.fromkeys((m.source, layer) for _, layer, moves in found for m in moves))
     assert not {name for name, _ in sent} & {m.target for _, _, moves in found for m in moves}
     todo = [[x for name, layer, moves in found for x in launches(r, name, places(r, moves, layer))] for r in range(plan.tp)]
     trouble = []
@@ -73,7 +73,7 @@ def check_plan(plan, rows, launches, times=1) -> None:
             for _ in range(times):
                 for name, layer in sent:
                     part = view(arenas[rank], name, layer)
-                    part[...] = dice[rank].integers(0, 1 << 8 * part.itemsize - 1, part.shape)
+                    part[...] = dice[rank].integers(0, 1 << (8 * part.itemsize - 1), part.shape)   # no word of them is the one that an exchange changes
                 for launch in todo[rank]:
                     launch.launch()
         except Exception as e:   # else the thread would end unseen

@@ -20,6 +20,7 @@ from k3cuda.errors import DeviceError, UsageError
 from k3cuda.plan import build_plan
 from k3cuda.runtime import nccl
 from k3cuda.runtime.made_config import made_config
+from k3cuda.runtime.peer_exchange import sizes
 from k3cuda.runtime.rank_moves import PACK, SPREAD, THREADS, RankMove, blocks_for
 from k3cuda.stages import GATHER, SCATTER, STACK
 from k3cuda.tables import tables_of
@@ -179,7 +180,8 @@ def test_parts_arrive_as_between_virtual_ranks(tp):
 
 @pytest.fixture(scope="module")
 def movers(tmp_path_factory):
-    return host.build('#include "rank_moves.cuh"\nextern "C" int size_of_move;\nint size_of_move = sizeof(RankMove);\n', [PACK, SPREAD], tmp_path_factory.mktemp("movers"))
+    source = '#include "rank_moves.cuh"\nextern "C" int size_of_move;\nint size_of_move = sizeof(RankMove);\n'
+    return host.build(source, [PACK, SPREAD], tmp_path_factory.mktemp("movers"), {"exchange_sizes.cuh": sizes()})
 
 
 def test_python_knows_the_structure_of_a_move(movers):
@@ -199,7 +201,8 @@ def test_a_step_moves_what_the_plan_says(rows, dcp, movers):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_a_draft_moves_what_its_plan_says(rows, family, movers):
     plan = build_draft_plan(made(family, {"num_key_value_heads": 4}).cfg, TP, 3)
-    assert sum(len(moves) for _, _, moves in collectives_of(plan)) == {"mla": 7, "gqa": 4}[family] + 3 and plan.padded_seqs(rows) < rows   # the logits of three drafts
+    logits_of_drafts, moves = 3, [m for _, _, moves in collectives_of(plan) for m in moves]
+    assert len(moves) == {"mla": 7, "gqa": 4}[family] + logits_of_drafts and plan.padded_seqs(rows) < rows
     check_plan(plan, rows, by_nccl(movers))
 
 
@@ -249,8 +252,8 @@ def test_a_rank_of_the_standard_backend_asks_its_carrier_where_others_run_a_kern
         assert asked[-1] == {"overlap": overlap, "follows": False}
         assert [group for op, group in launches if op.stage.moves] == [[(str(op), len(op.stage.moves), overlap)] for op in plan.ops if op.stage.moves]
     said = []
-    rank._building, rank._kernels = lambda: said.append("building") or nullcontext(), {8: "built"}
-    assert rank.kernels(8) == "built" and said == ["building"]
+    rank._building, rank._kernels, rank._carrier.meet = lambda: said.append("building") or nullcontext(), {8: "built"}, lambda: said.append("met")
+    assert rank.kernels(8) == "built" and said == ["building", "met"]
     assert not CudaRank.overlaps and CudaRank.most_rows == 64 and CudaBackend.most_rows == 256   # what one process has stays as it was
     with pytest.raises(UsageError, match="rank 1 is another process"):
         rank.buffer("logits", 1)

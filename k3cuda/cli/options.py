@@ -109,8 +109,8 @@ ENGINE = (
     *flags_of(OF_A_MODEL),
 )
 engine = flags(*ENGINE)
-_ENGINE_NAMES = ("tp", "dcp", "ranks", "collectives", "rendezvous_timeout", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",
-                 "draft_sampling", "draft_rows", "confidence_threshold")
+_ENGINE_NAMES = ("tp", "dcp", "ranks", "collectives", "rendezvous_timeout", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend",
+                 "load_mode", "draft_model", "acceptance", "acceptance_length", "draft_sampling", "draft_rows", "confidence_threshold")
 
 
 def engine_arguments(flags: dict) -> dict:

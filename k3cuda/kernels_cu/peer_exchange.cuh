@@ -8,8 +8,8 @@
 #pragma once
 #include "rank_moves.cuh"
 
-constexpr u32 kEmpty = 0xffffffffu, kEmptyInstead = 0x7fffffffu;
-constexpr int kTurns = 2, kMostMoves = 2, kMostRanks = 16, kBatch = 4;
+constexpr u32 kEmptyInstead = kEmpty & 0x7fffffffu;
+constexpr int kBatch = 4;   // vectors that a thread waits for at a time
 
 // A rank's own, zero before the first exchange.
 struct PeerState {
@@ -136,8 +136,9 @@ K3_DEVICE bool receive_move(const Exchange& e, const RankMove& m, size_t turn, i
   return true;
 }
 
-// Grid: any, but the same on all ranks: then a block waits for what the block of its number has sent elsewhere, and not all have to be resident.
-extern "C" __global__ void __launch_bounds__(256) peer_exchange(const __grid_constant__ Exchange e) {
+// Grid: at most a block for each multiprocessor, so that all have sent before anyone waits for long; where it is the same on all ranks a block waits for
+// what the block of its number has sent elsewhere, and not all have to be resident.
+extern "C" __global__ void __launch_bounds__(kMoveThreads) peer_exchange(const __grid_constant__ Exchange e) {
   grid_launch_next();
   grid_wait();
   if (load_own(&e.state->failed)) return;

@@ -1,6 +1,7 @@
 // A move of a collective as a library or another process sees it: vectors of 16 bytes in the order [rank][row][vector of the slice], whatever
 // pitches its buffers have. A slice whose bytes are no multiple of 16 ends in a vector that is zero behind them.
 #pragma once
+#include "exchange_sizes.cuh"   // made by runtime/peer_exchange.py
 #include "prims.cuh"
 
 // emit.py's MoveLayout with addresses. `unit`: 16 where everything lies on multiples of it, else 2.
@@ -39,13 +40,13 @@ struct RankMove {
 };
 
 // What is sent: to each rank of the group where that differs, else once.
-extern "C" __global__ void __launch_bounds__(256) move_pack(const __grid_constant__ RankMove m, uint4* sent) {
+extern "C" __global__ void __launch_bounds__(kMoveThreads) move_pack(const __grid_constant__ RankMove m, uint4* sent) {
   const int part = m.rank_vectors(), all = (m.is_cut ? m.ranks : 1) * part;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < all; i += gridDim.x * blockDim.x) sent[i] = m.load(i / part, i % part);
 }
 
 // What came from all ranks of the group.
-extern "C" __global__ void __launch_bounds__(256) move_spread(const __grid_constant__ RankMove m, const uint4* got) {
+extern "C" __global__ void __launch_bounds__(kMoveThreads) move_spread(const __grid_constant__ RankMove m, const uint4* got) {
   const int part = m.rank_vectors(), all = m.ranks * part;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < all; i += gridDim.x * blockDim.x) m.store(i / part, i % part, load_activations(got + i));
 }

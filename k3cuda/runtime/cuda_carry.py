@@ -80,6 +80,10 @@ class Carrier:
         self._stream.synchronize()
         self._comm.check()
 
+    def meet(self) -> None:
+        """All ranks at the same time: behind it none is ahead of another. NCCL waits for them without a limit."""
+        self._gather_bytes(b"\1")
+
     def use_peers(self, capacity: dict[int, int], fabric: bool = False) -> str:
         """All ranks at the same time: from here on collectives are exchanges, of `capacity` (peer_exchange.capacities). Else why not: NCCL goes on.
 

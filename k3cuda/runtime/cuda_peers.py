@@ -3,7 +3,7 @@ from cupy.cuda import runtime
 
 from ..errors import DeviceError
 from .cuda_driver import Device, check, driver
-from .peer_memory import HANDLE_BYTES, PeerDevice
+from .peer_memory import EMPTY_BYTE, HANDLE_BYTES, PeerDevice
 
 
 def peers_of(device: Device, are_on_one_host: bool) -> PeerDevice:
@@ -15,8 +15,12 @@ class HostPeers:
 
     def allocate(self, nbytes: int) -> int:
         address = _asked(runtime.malloc, nbytes)
-        _asked(runtime.memset, address, 0xff, nbytes)
-        _asked(runtime.deviceSynchronize)
+        try:
+            _asked(runtime.memset, address, EMPTY_BYTE, nbytes)
+            _asked(runtime.deviceSynchronize)
+        except DeviceError:
+            runtime.free(address)
+            raise
         return address
 
     def handle(self, address: int) -> bytes:
@@ -48,8 +52,12 @@ class FabricPeers:
     def allocate(self, nbytes: int) -> int:
         cu, size = driver(), self._whole(nbytes)
         address = self._mapped(check(cu.cuMemCreate(size, self._properties, 0)), size)
-        check(cu.cuMemsetD8(address, 0xff, size))
-        check(cu.cuCtxSynchronize())
+        try:
+            check(cu.cuMemsetD8(address, EMPTY_BYTE, size))
+            check(cu.cuCtxSynchronize())
+        except DeviceError:
+            self.close(address)
+            raise
         return address
 
     def handle(self, address: int) -> bytes:
@@ -75,11 +83,19 @@ class FabricPeers:
         return -(-nbytes // unit) * unit
 
     def _mapped(self, memory, size: int) -> int:
-        cu = driver()
-        address = int(check(cu.cuMemAddressReserve(size, 0, 0, 0)))
-        check(cu.cuMemMap(address, size, 0, memory, 0))
+        """The address of `memory`, which is released where there is none."""
+        cu, undo = driver(), [lambda: cu.cuMemRelease(memory)]
+        try:
+            address = int(check(cu.cuMemAddressReserve(size, 0, 0, 0)))
+            undo.append(lambda: cu.cuMemAddressFree(address, size))
+            check(cu.cuMemMap(address, size, 0, memory, 0))
+            undo.append(lambda: cu.cuMemUnmap(address, size))
+            check(cu.cuMemSetAccess(address, size, [self._access], 1))
+        except DeviceError:
+            for step in reversed(undo):
+                step()
+            raise
         self._held[address] = memory, size
-        check(cu.cuMemSetAccess(address, size, [self._access], 1))
         return address
 
 

@@ -1,6 +1,6 @@
 """The standard decode backend as one rank of several processes, a GPU each: collectives are a Carrier's, captured in the step's graph."""
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 from ..config import DECODE_ROWS
 from ..emit import layout_of
@@ -31,19 +31,30 @@ class CudaRank(CudaBackend):
 
     def __init__(self, source, comm: Communicator, device: int, building=nullcontext, collectives: str = NCCL, **options):
         self._comm, self.device_index, self._building, self._asked = comm, device, building, collectives
-        super().__init__(source, comm.size, only_rank=comm.rank, ride=False, carry=self._moves, building=building, **options)
-        self._carrier.warm_up()
+        try:
+            super().__init__(source, comm.size, only_rank=comm.rank, ride=False, carry=self._moves, building=self._built_together, **options)
+            self._carrier.warm_up()
+        except BaseException:
+            self._let_go()
+            raise
 
     def bind_cache(self, max_model_len: int | None) -> None:
         if self._carrier is None:   # before the cache takes what memory there is
             self._carrier = Carrier(self._comm, self.device, self.stream)
             if self._asked == PEER and (reason := self._carrier.use_peers(capacities(self.plan, *([self.draft.plan] if self.draft else [])))):
-                log.warning("collectives: %s instead of %s: %s", NCCL, PEER, reason)
+                log.log(logging.DEBUG if self._comm.rank else logging.WARNING, "collectives: %s instead of %s: %s", NCCL, PEER, reason)
         self.ranks = self._carrier.name   # no loopback: a rank embeds its own tokens, and what the others have comes from them
         super().bind_cache(max_model_len)
 
-    def kernels(self, bucket: int):
+    @contextmanager
+    def _built_together(self):
+        """Around what one rank may take seconds for and another nothing: no exchange waits for it, since all ranks meet behind it."""
         with self._building():
+            yield
+            self._carrier.meet()
+
+    def kernels(self, bucket: int):
+        with self._built_together():
             return super().kernels(bucket)
 
     def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False):
@@ -66,6 +77,11 @@ class CudaRank(CudaBackend):
     def logits(self):
         return self._sound(super().logits())
 
+    def copy_logits(self, out) -> None:
+        super().copy_logits(out)
+        self.stream.synchronize()   # else nobody knows yet
+        self._sound(None)
+
     def sample(self, draws):
         return self._sound(super().sample(draws))
 
@@ -82,9 +98,20 @@ class CudaRank(CudaBackend):
     def buffer(self, name: str, rank: int = 0):
         if rank != self._comm.rank and rank in range(self.tp):
             raise UsageError(f"buffer {name}: rank {rank} is another process", f"ask for rank {self._comm.rank}")
-        return super().buffer(name, 0 if rank == self._comm.rank else rank)
+        array = super().buffer(name, 0 if rank == self._comm.rank else rank)
+        self.stream.synchronize()
+        return self._sound(array)
 
     def close(self) -> None:
-        super().close()
-        self._carrier.close()
-        self._comm.abort()   # the others may be gone already, and a gentle end would wait for them
+        try:
+            super().close()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """May be called twice, and where there is nothing yet."""
+        try:
+            if self._carrier is not None:
+                self._carrier.close()
+        finally:
+            self._comm.abort()   # the others may be gone already, and a gentle end would wait for them

@@ -70,7 +70,8 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto"
             kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
             activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
             if choice("collectives", collectives, COLLECTIVES) == PEER and not (job and chosen == STANDARD):
-                raise UsageError(f"collectives: found {PEER!r} with {f'decode_backend {chosen!r}' if job else 'all ranks in one process'}, where nothing crosses GPUs",
+                why = f"decode_backend {chosen!r}" if job else "all ranks in one process"
+                raise UsageError(f"collectives: found {PEER!r} with {why}, where nothing crosses GPUs",
                                  f"leave it out, or use decode_backend {STANDARD!r} with ranks 'processes'")
             for name, value, most in (("tp", tp, None), ("dcp", dcp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
                 _check_count(name, value, most)

@@ -5,19 +5,27 @@ from typing import Callable
 from ..config import DECODE_ROWS
 from ..draft_plan import DraftPlan
 from ..emit import layout_of
-from ..errors import ExchangeTimeout
+from ..errors import ExchangeTimeout, PlanError
 from ..plan import Plan
 from ..tables import tables_of
 from ..weights import LEGAL_TP
 from .collectives import members
-from .peer_memory import Peers
-from .rank_moves import VECTOR, RankMove, part_bytes
+from .peer_memory import EMPTY_BYTE, Peers
+from .rank_moves import THREADS, VECTOR, RankMove, part_bytes
 
 EXCHANGE = "peer_exchange"
 TURNS, MOST_MOVES = 2, 2
 STATE_WORDS, TROUBLE_WORDS = 4, 2   # of 32 bits
-# What a rank waits for another one's part: longer than ranks differ when one compiles a kernel that another has found in a cache.
-LIMIT_S = 60.0
+# What a rank waits for another one's part. Ranks meet behind whatever takes long (cuda_rank.py), and the watch of the processes (rank_watch.py) finds
+# one that is gone or hangs in seconds: this is for scripts without it.
+LIMIT_S = 600.0
+
+
+def sizes() -> str:
+    """exchange_sizes.cuh: what kernels and this module must agree on."""
+    empty = int.from_bytes([EMPTY_BYTE] * 4, "big")
+    return (f"#pragma once\nconstexpr int kMoveThreads = {THREADS}, kTurns = {TURNS}, kMostMoves = {MOST_MOVES}, kMostRanks = {LEGAL_TP[-1]};\n"
+            f"constexpr unsigned kEmpty = {empty}u;   // no vector has it that has arrived\n")
 
 
 class Exchange(ctypes.Structure):
@@ -64,8 +72,14 @@ class PeerExchange:
             at += TURNS * ranks * nbytes
 
     def launch(self, name: str, moves: list[RankMove], **options):
-        """What launches one exchange, which messages call `name`, of up to MOST_MOVES moves between the same ranks. `options`: of `kernel`."""
+        """What launches one exchange, which messages call `name`, of up to MOST_MOVES moves between the same ranks. `options`: of `kernel`.
+
+        Raises PlanError where a rank would send another more than there is room for.
+        """
         ranks, = {m.ranks for m in moves}
+        vectors = [m.rows * -(-m.slice // VECTOR) for m in moves]
+        if sum(vectors) * VECTOR > self._capacity[ranks]:
+            raise PlanError(f"{name}: a rank sends another {sum(vectors) * VECTOR} bytes, its memory has room for {self._capacity[ranks]}")
         group, (at, state) = members(self._rank, ranks), self._places[ranks]
         if (name, group) not in self._asked:
             self._asked.append((name, group))
@@ -75,7 +89,7 @@ class PeerExchange:
             e.move[i] = move
         for place, rank in enumerate(group):
             e.inbox[place] = self._peers.addresses[rank] + at
-        return self._kernel(EXCHANGE, [e], max(ranks * m.rows * -(-m.slice // VECTOR) for m in moves), **options)
+        return self._kernel(EXCHANGE, [e], ranks * max(vectors), **options)
 
     def check(self) -> None:
         """Raises ExchangeTimeout once a wait has taken too long; what is asked behind it may be anything."""

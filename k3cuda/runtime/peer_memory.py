@@ -9,6 +9,7 @@ from typing import Callable, Protocol
 
 from ..errors import DeviceError
 
+EMPTY_BYTE = 0xff   # what memory holds before: kEmpty of kernels_cu/peer_exchange.cuh is four of them
 HANDLE_BYTES = 64   # of cudaIpcMemHandle_t and of CUmemFabricHandle
 _HOST_BYTES, _REASON_BYTES = 64, 256
 
@@ -17,7 +18,7 @@ class PeerDevice(Protocol):
     """What maps memory: cuda_peers.py's on a GPU, a test's in host memory. Everything raises DeviceError."""
 
     def allocate(self, nbytes: int) -> int:
-        """An address of `nbytes` that are 0xff, to which `handle` can be asked for."""
+        """An address of `nbytes` that are EMPTY_BYTE, to which `handle` can be asked for; none where it raises."""
 
     def handle(self, address: int) -> bytes:
         """HANDLE_BYTES that another process opens."""
@@ -32,18 +33,19 @@ class PeerDevice(Protocol):
 
 @dataclass
 class Peers:
-    """`addresses`: of every rank's memory here, this one's own in its place. `reason`: why there are none, else "". """
+    """`addresses`: of every rank's memory here, this one's own in its place. `reason`: why there are none, else ""."""
 
     addresses: list[int]
     reason: str
     _rank: int
-    _device: PeerDevice
+    _device: PeerDevice | None
 
     def close(self) -> None:
-        """This rank stores nothing any more, and nobody stores into its memory. May be called twice."""
+        """This rank stores nothing any more. Its own memory stays until the process ends, since others may still have it mapped. May be called twice."""
         addresses, self.addresses = self.addresses, []
         for rank, address in enumerate(addresses):
-            (self._device.free if rank == self._rank else self._device.close)(address)
+            if rank != self._rank:
+                self._device.close(address)
 
 
 def map_peers(rank: int, nbytes: int, device_of: Callable[[bool], PeerDevice], gather: Callable[[bytes], list[bytes]], host: str | None = None) -> Peers:
@@ -55,8 +57,9 @@ def map_peers(rank: int, nbytes: int, device_of: Callable[[bool], PeerDevice], g
         host: of this process; None: asked for.
     """
     hosts = gather(_padded(host or host_identity(), _HOST_BYTES))
-    device, own, opened, reason = device_of(len(set(hosts)) == 1), None, {}, ""
+    own, opened, reason = None, {}, ""
     try:
+        device = device_of(len(set(hosts)) == 1)
         own = device.allocate(nbytes)
         handle = device.handle(own)
     except DeviceError as e:
@@ -69,14 +72,14 @@ def map_peers(rank: int, nbytes: int, device_of: Callable[[bool], PeerDevice], g
             except DeviceError as e:
                 reason = f"rank {rank} cannot map the memory of rank {other}: {e}"
     reasons = [_text(r) for r in gather(_padded(reason, _REASON_BYTES))]
-    peers = Peers([own if r == rank else opened.get(r, 0) for r in range(len(handles))], next(filter(None, reasons), ""), rank, device)
-    if peers.reason:
-        for address in opened.values():
-            device.close(address)
-        if own is not None:
-            device.free(own)
-        peers.addresses = []
-    return peers
+    if not any(reasons):
+        return Peers([opened.get(r, own) for r in range(len(handles))], "", rank, device)
+    for address in opened.values():
+        device.close(address)
+    gather(b"\1")   # by now nobody has this rank's memory mapped
+    if own is not None:
+        device.free(own)
+    return Peers([], next(filter(None, reasons)), rank, None)
 
 
 def host_identity() -> str:

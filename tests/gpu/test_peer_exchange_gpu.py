@@ -1,7 +1,6 @@
 """The exchange inside a kernel between ranks that are streams of this process, on one GPU: no byte is lost in thousands of exchanges that run into
 one another, and a rank that sends nothing is named. Between processes and GPUs: test_ranks_nccl.py."""
 import random
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +14,10 @@ from k3cuda.errors import ExchangeTimeout  # noqa: E402
 from k3cuda.runtime.cuda_driver import Launch, Module, open_device  # noqa: E402
 from k3cuda.runtime.cuda_kernels import compile_moves  # noqa: E402
 from k3cuda.runtime.peer_exchange import STATE_WORDS, TROUBLE_WORDS, PeerExchange, memory_bytes  # noqa: E402
+from k3cuda.runtime.peer_memory import EMPTY_BYTE  # noqa: E402
 from k3cuda.runtime.rank_moves import THREADS, blocks_for, part_bytes, rank_move  # noqa: E402
 
-WIDTH, REPLAYS, BLOCKS = 448, 400, 16   # values of a row that a rank has; a few blocks, so that all ranks' fit at once
+WIDTH, REPLAYS, BLOCKS = 448, 401, 16   # values of a row that a rank has; a few blocks, so that all ranks' fit at once
 
 
 @pytest.fixture(scope="module")
@@ -28,20 +28,21 @@ def module():
 class Ranks:
     def __init__(self, module, tp, capacity, limit_s):
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(tp)]
-        self.memory = [cupy.full(memory_bytes(capacity), 0xFF, cupy.uint8) for _ in range(tp)]
+        self.memory = [cupy.full(memory_bytes(capacity), EMPTY_BYTE, cupy.uint8) for _ in range(tp)]
         self.states = [cupy.zeros(STATE_WORDS * len(capacity), cupy.uint32) for _ in range(tp)]
         peers = SimpleNamespace(addresses=[m.data.ptr for m in self.memory])
         self.exchanges = []
         for rank, stream in enumerate(self.streams):
-            def kernel(name, arguments, vectors, stream=stream):
-                return Launch(module.function(name), blocks_for(vectors, BLOCKS), THREADS, arguments, stream=stream.ptr)
+            def kernel(name, arguments, vectors, stream=stream, dependent=False):
+                return Launch(module.function(name), blocks_for(vectors, BLOCKS), THREADS, arguments, stream=stream.ptr, dependent=dependent)
             trouble = np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * TROUBLE_WORDS), np.uint32, TROUBLE_WORDS)
             trouble[:] = 0
             self.exchanges.append(PeerExchange(rank, peers, capacity, self.states[rank].data.ptr, trouble, kernel, limit_s))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_thousands_of_exchanges_bring_every_byte(tp, module):
+def test_thousands_of_exchanges_bring_every_byte(tp, overlap, module):
     """Gathers, stacks and scatters of 1, 8 and 64 rows in turn, in graphs whose ranks drift: each is launched as often, in orders of its own."""
     part, dice = WIDTH * 4, random.Random(tp)
     layouts = [at for rows in (1, 64, 8) for at in (MoveLayout(rows, part, part, part * tp, part, False, tp, 0, 0),
@@ -55,7 +56,8 @@ def test_thousands_of_exchanges_bring_every_byte(tp, module):
     cupy.cuda.Device().synchronize()
     graphs = []
     for r, (exchange, stream) in enumerate(zip(ranks.exchanges, ranks.streams)):
-        launches = [exchange.launch(f"exchange {i}", [rank_move(at, sources[r][i].data.ptr, targets[r][i].data.ptr)]) for i, at in enumerate(layouts)]
+        launches = [exchange.launch(f"exchange {i}", [rank_move(at, sources[r][i].data.ptr, targets[r][i].data.ptr)], dependent=overlap and i > 0)
+                    for i, at in enumerate(layouts)]
         with stream:
             stream.begin_capture()
             for launch in launches:
@@ -68,7 +70,7 @@ def test_thousands_of_exchanges_bring_every_byte(tp, module):
         stream.synchronize()
     for r, exchange in enumerate(ranks.exchanges):
         exchange.check()
-        assert bool((ranks.memory[r] == 0xFF).all()) and int(ranks.states[r][0]) == REPLAYS * len(layouts) % 2
+        assert bool((ranks.memory[r] == EMPTY_BYTE).all()) and int(ranks.states[r][0]) == REPLAYS * len(layouts) % 2
         for i, at in enumerate(layouts):
             sent = [words[s, i][:at.rows * at.source_row // 4].reshape(at.rows, -1) for s in range(tp)]
             got = targets[r][i].get()[:at.rows * WIDTH * tp * (tp if at.slice > part else 1)]
@@ -83,11 +85,10 @@ def test_a_rank_that_sends_nothing_is_named(module):
     ranks = Ranks(module, 2, {2: 4096}, limit_s=0.2)
     source, target = cupy.ones(256, cupy.float32), cupy.zeros(512, cupy.float32)
     cupy.cuda.Device().synchronize()
-    layout, start = MoveLayout(1, 1024, 1024, 2048, 1024, False, 2, 0, 0), time.monotonic()
+    layout = MoveLayout(1, 1024, 1024, 2048, 1024, False, 2, 0, 0)
     for name in ("a gather", "the next"):
         ranks.exchanges[0].launch(name, [rank_move(layout, source.data.ptr, target.data.ptr)]).launch()
     ranks.streams[0].synchronize()
-    assert time.monotonic() - start < 2
     with pytest.raises(ExchangeTimeout, match="rank 0 waited 0.2 s for the part of rank 1 in a gather"):
         ranks.exchanges[0].check()
     assert ranks.exchanges[1].check() is None

@@ -44,8 +44,7 @@ class LLM:
         max_batch: requests that run at once, 1 to 64; more are queued. None: 8, or as many as fit one step with their drafts.
         kv_cache_dtype: "auto" (as the activations; "bf16" on a GPU), "f32" (reference only), "bf16" or "fp8_e4m3".
         activation_dtype: "f32", or "bf16" to round where the release does.
-        prefix_cache: beginnings of texts whose state is kept, so that prompts that share one don't run it again; each costs what a
-            sequence of `max_batch` costs, and together with them there are at most 64.
+        prefix_cache: beginnings of texts whose state is kept for prompts that share one; each costs what a sequence of `max_batch` does; 64 with those.
         load_mode: how files are read: "auto", "direct", "buffered" or "mmap" (docs/loading.md).
         load_progress: bytes and time left on stderr while loading; None: if that is a terminal.
         seed: makes the seeds that are drawn for requests without one reproducible, in order of the requests.

@@ -42,7 +42,8 @@ case $name in
   # Collectives between processes, by NCCL and inside a kernel: --ranks N on N GPUs, or --ranks N --share-gpu on fewer.
   collectives) exec python3 scripts/bench_collectives.py "$@" ;;
   # All that is known of ranks as processes, on the GPUs that are here: what collectives bring and how long they take (collectives-N.json in $OUT for
-  # as many ranks as have a GPU each), then steps, text, drafts, and ranks that die. Where there are fewer GPUs than ranks they share them, and times mean nothing.
+  # as many ranks as have a GPU each), then steps, text, drafts, and ranks that die. Where there are fewer GPUs than ranks they share them, and times
+  # mean nothing.
   ranks)
     gpus=$(python3 -c 'from k3cuda.runtime.machine import probe_driver; print(len(probe_driver().gpus))')
     for n in 2 4 8 16; do

@@ -11,8 +11,8 @@ def collectives(found: dict, table: Callable, source: Callable) -> str:
     why = f" No exchange: {found['no_peers']}." if found["no_peers"] else ""
     head = ["collective", "rows", "kB to each rank", "NCCL, µs (99th percentile)", "inside a kernel, µs (99th percentile)"]
     return (f"## Collectives over {found['ranks']} GPUs\n\nOne collective in a CUDA graph between two notes of the device's clock, {found['replays']:,} "
-            f"replays behind one another, NCCL {found['nccl']} with the kernels that\npack and spread around it ({settings(found)}). A graph of the notes alone takes "
-            f"{found['empty']['us']:.2f} µs, which every number has in it.{why}\n\n{table(head, rows)}" + source(f"collectives-{found['ranks']}", found))
+            f"replays behind one another, NCCL {found['nccl']} with the kernels that\npack and spread around it ({settings(found)}). A graph of the notes alone "
+            f"takes {found['empty']['us']:.2f} µs, which every number has in it.{why}\n\n{table(head, rows)}" + source(f"collectives-{found['ranks']}", found))
 
 
 def settings(found: dict) -> str:
@@ -32,6 +32,6 @@ def rank_steps(found: dict, table: Callable, source: Callable) -> str:
         rows.append([n, f"{floors[n]:.3f}", f"{alone:.3f}", lost(ms["nccl"], alone), lost(ms["peer"], alone)])
     head = ["rows", "floor, ms", "looped back, ms", "by NCCL, ms (µs more a collective)", "inside a kernel, ms (µs more a collective)"]
     return (f"## Steps of {found['ranks']} real ranks\n\nThe first {found['layers']} layers of the release cut over {found['ranks']} GPUs, {found['hops']} "
-            f"collectives a step; step and commit of rank 0 ({settings(found)}).\nLogits by NCCL and by the exchange have the same bytes on every rank. Looped back, a rank "
-            f"is alone and every collective a kernel that writes to itself;\nwith NCCL kernels do not begin under one another.\n\n{table(head, rows)}"
+            f"collectives a step; step and commit of rank 0 ({settings(found)}).\nLogits by NCCL and by the exchange have the same bytes on every rank. Looped back, "
+            f"a rank is alone and every collective a kernel that writes to itself;\nwith NCCL kernels do not begin under one another.\n\n{table(head, rows)}"
             + source("rank_steps", found))

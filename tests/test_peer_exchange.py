@@ -240,7 +240,8 @@ def test_every_rank_maps_all_others():
 
 
 @pytest.mark.parametrize(("broken", "words"), [
-    (("device", 2), "rank 2 cannot give its memory away: device: "), (("allocate", 1), "rank 1 cannot give its memory away: allocate: peer access is not supported"),
+    (("device", 2), "rank 2 cannot give its memory away: device: "),
+    (("allocate", 1), "rank 1 cannot give its memory away: allocate: peer access is not supported"),
     (("handle", 2), "rank 2 cannot give its memory away: handle: "), (("open", 0), "rank 0 cannot map the memory of rank 1: open: ")])
 def test_where_one_rank_cannot_nobody_does_and_all_know_why(broken, words):
     peers, devices = mapped(3, broken)
@@ -370,7 +371,8 @@ def test_fabric_handles_leave_nothing_where_a_call_fails(monkeypatch):
 
     from k3cuda.runtime import cuda_peers
 
-    makes = {"cuMemCreate": "cuMemRelease", "cuMemImportFromShareableHandle": "cuMemRelease", "cuMemAddressReserve": "cuMemAddressFree", "cuMemMap": "cuMemUnmap"}
+    makes = {"cuMemCreate": "cuMemRelease", "cuMemImportFromShareableHandle": "cuMemRelease", "cuMemAddressReserve": "cuMemAddressFree",
+             "cuMemMap": "cuMemUnmap"}
     calls = [*makes, "cuMemSetAccess", "cuMemsetD8", "cuCtxSynchronize"]
 
     class Driver:

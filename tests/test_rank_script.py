@@ -36,12 +36,18 @@ sys.exit(rank_script.main(given, work))
 """
 
 
-@pytest.mark.parametrize(("work", "code", "said"), [
-    ("pass", 0, ""), ("if comm.rank == 2: raise BenchmarkError('bytes differ')\n    else: time.sleep(60)", 8, "rank 2 ended with code 8"),
-    ("if comm.rank == 2: os.kill(os.getpid(), 9)\n    time.sleep(60 * (comm.rank < 2))", 9, "rank 2 ended with code -9"),
-    ("if comm.rank == 1: time.sleep(1); raise BenchmarkError('late')", 8, "rank 1 ended with code 8"),
-    ("if comm.rank == 0: raise BenchmarkError('first')", 8, "Error: first")], ids=["sound", "another fails", "another is killed", "another fails behind rank 0", "rank 0"])
-def test_the_code_of_whichever_rank_fails(work, code, said, tmp_path):
+CASES = {   # what ranks do -> (the script's code, what it says)
+    "sound": ("pass", 0, ""),
+    "another fails": ("if comm.rank == 2: raise BenchmarkError('bytes differ')\n    else: time.sleep(60)", 8, "rank 2 ended with code 8"),
+    "another is killed": ("if comm.rank == 2: os.kill(os.getpid(), 9)\n    time.sleep(60 * (comm.rank < 2))", 9, "rank 2 ended with code -9"),
+    "another fails behind rank 0": ("if comm.rank == 1: time.sleep(1); raise BenchmarkError('late')", 8, "rank 1 ended with code 8"),
+    "rank 0": ("if comm.rank == 0: raise BenchmarkError('first')", 8, "Error: first"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_code_of_whichever_rank_fails(case, tmp_path):
+    work, code, said = CASES[case]
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(scripts=str(ROOT / "scripts"), work=work))
     (found, out, words), = ends(start([sys.executable, script]))

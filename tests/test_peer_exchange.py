@@ -327,12 +327,13 @@ def test_ranks_meet_behind_kernels_that_one_may_have_to_compile(new_rank, monkey
     from k3cuda.runtime.cuda_backend import CudaBackend
     from k3cuda.runtime.cuda_rank import CudaRank
 
-    log, rank = FakeCarrier.log, new_rank()
+    log, rank, building = FakeCarrier.log, new_rank(), ExitStack()
+    building.callback(log.append, "built")
     rank.bind_cache(None)
-    rank._building = lambda: ExitStack()
+    rank._building = lambda: building
     monkeypatch.setattr(CudaBackend, "kernels", lambda self, bucket: log.append(f"compiled {bucket}"))
     rank.kernels(8)
-    assert log == ["compiled 8", "meet"]
+    assert log == ["compiled 8", "built", "meet"]   # a rank that waits for one that never comes builds nothing: it is a hang
     given = {}
     monkeypatch.setattr(CudaBackend, "__init__", lambda self, *_, **options: given.update(options))
     monkeypatch.setattr(FakeCarrier, "warm_up", lambda self: None, raising=False)

@@ -48,10 +48,13 @@ class CudaRank(CudaBackend):
 
     @contextmanager
     def _built_together(self):
-        """Around what one rank may take seconds for and another nothing: no exchange waits for it, since all ranks meet behind it."""
+        """Around what one rank may take seconds for and another nothing: no exchange waits for it, since all ranks meet behind it.
+
+        Who waits there builds nothing, so that a rank that never comes is a hang.
+        """
         with self._building():
             yield
-            self._carrier.meet()
+        self._carrier.meet()
 
     def kernels(self, bucket: int):
         with self._built_together():

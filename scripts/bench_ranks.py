@@ -5,7 +5,8 @@
 A rank's part of the first layers of the released model, cut over as many ranks as there are, with weights made on the device: the text means nothing.
 Each way has the same tokens, caches and states to begin with; the first step's logits of NCCL and the exchange must have the same bytes on every
 rank. `looped_back` is the rank alone, every collective a kernel that writes to itself: what the others take longer is lost to communication. The floor is the
-time of the bytes that a rank must read at the read ceiling of the same run; of experts it counts those of the last layer for every layer.
+time of the bytes that a rank must read at the read ceiling of the same run; of experts it counts those of the last layer for every layer. One rank has
+nothing to exchange: `--ranks 1 --layers 4` and more ranks with as many layers show how a step of one size scales.
 """
 import argparse
 import statistics
@@ -41,10 +42,10 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
     meet(comm, stream)
     held = synthetic_weights(plan, source, tp, comm.rank, arch=device.arch)
     options = dict(max_batch=max(rows), max_model_len=CONTEXT, weights=lambda *_: held)
-    ways = {how: CudaRank(source, comm, device.index, collectives=how, **options) for how in COLLECTIVES}
+    ways = {how: CudaRank(source, comm, device.index, collectives=how, **options) for how in COLLECTIVES} if tp > 1 else {}
     check_ways(ways)
     here = type("LoopedBack", (CudaBackend,), {"device_index": device.index})
-    ways[LOOPED_BACK] = here(source, tp, only_rank=comm.rank, ride=False, **options)
+    ways[LOOPED_BACK] = here(source, tp, only_rank=comm.rank if tp > 1 else None, ride=False, **options)
     ceiling, found, logits = read_ceiling(device), [], {}
     for n in rows:
         for how, backend in ways.items():
@@ -54,10 +55,12 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
             nbytes = StepBytes(plan, "bf16", n, n, dict.fromkeys(range(layers), experts)).floor()
             took = times(backend, bucket_of(n), device)
             found.append({"how": how, "ranks": backend.ranks, "rows": n, "experts": experts, "floor_ms": round(nbytes / ceiling * 1e3, 4)} | took)
-        if logits["nccl"].tobytes() != logits["peer"].tobytes() or not np.isfinite(logits["nccl"]).all():
-            raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits by NCCL and by the exchange differ, or are not finite")
-    for how in (LOOPED_BACK, *COLLECTIVES):
-        ways[how].close()
+        if tp > 1 and logits["nccl"].tobytes() != logits["peer"].tobytes():
+            raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits by NCCL and by the exchange differ")
+        if not all(np.isfinite(logits[how]).all() for how in ways if how != LOOPED_BACK):
+            raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits are not finite")
+    for backend in reversed(ways.values()):
+        backend.close()
     return {"layers": layers, "ceiling_tb_s": round(ceiling / 1e12, 3), "hops": sum(bool(op.stage.moves) for op in plan.ops), "steps": found}
 
 

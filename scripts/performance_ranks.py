@@ -24,7 +24,9 @@ def rank_steps(found: dict, table: Callable, source: Callable) -> str:
     """The same of steps."""
     by, floors = {}, {}
     for s in found["steps"]:
-        by.setdefault(s["rows"], {})[s["how"]], floors[s["rows"]] = s["ms"], s["floor_ms"]
+        by.setdefault(s["rows"], {})[s["how"]] = s["ms"]
+        if s["how"] == "peer":   # looped back a rank may choose other experts
+            floors[s["rows"]] = s["floor_ms"]
     lost = lambda ms, alone: f"{ms:.3f} ({1e3 * (ms - alone) / found['hops']:+.1f})"
     rows = []
     for n, ms in by.items():

@@ -1,4 +1,4 @@
-// A collective between processes of one host as one kernel: each rank stores its vectors into memory of every other that it has mapped, and takes
+// A collective between processes as one kernel: each rank stores its vectors into memory of every other that it has mapped, and takes
 // what they stored into its own. A vector is its own flag: it has arrived when no word of it is kEmpty, so neither order nor width of the stores
 // on their way matters. Nothing is added, and nothing but that word is changed: it is a NaN, as F32 and as two BF16, that no arithmetic of ours makes, and
 // goes out as the NaN of the other sign.

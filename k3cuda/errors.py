@@ -105,6 +105,10 @@ class RankDied(K3Error):
     code = 9
 
 
+class ExchangeTimeout(RankDied):
+    """A rank did not send its part of a collective in time."""
+
+
 class PlanError(K3Error):
     """The description tables contradict themselves, or rows break the contract of a backend: a bug of ours, never of the user."""
 

@@ -38,18 +38,17 @@ class LLM:
         tp: ranks the model is cut into; None: 1, or what a repacked model is for.
         dcp: how many ranks hold the MLA cache together, a divisor of `tp`; 1: every rank holds all of it.
         ranks: "virtual": all in this process; "processes": each in its own, which have `rendezvous_timeout` seconds to find each other; "auto": what the launcher started.
+        collectives: what carries them between processes that have a GPU each: "nccl", or "peer", inside a kernel, where their memory can be mapped.
         decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
         max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.
         max_batch: requests that run at once, 1 to 64; more are queued. None: 8, or as many as fit one step with their drafts.
         kv_cache_dtype: "auto" (as the activations; "bf16" on a GPU), "f32" (reference only), "bf16" or "fp8_e4m3".
         activation_dtype: "f32", or "bf16" to round where the release does.
-        prefix_cache: beginnings of texts whose state is kept, so that prompts that share one don't run it again; each costs what a
-            sequence of `max_batch` costs, and together with them there are at most 64.
+        prefix_cache: beginnings of texts whose state is kept for prompts that share one; each costs what a sequence of `max_batch` does; 64 with those.
         load_mode: how files are read: "auto", "direct", "buffered" or "mmap" (docs/loading.md).
         load_progress: bytes and time left on stderr while loading; None: if that is a terminal.
         seed: makes the seeds that are drawn for requests without one reproducible, in order of the requests.
-        drafting: with a draft model, options of runtime/drafting.py: num_drafts, draft_rows, acceptance, acceptance_length,
-            draft_sampling, confidence_threshold.
+        drafting: with a draft model, options by name: num_drafts, draft_rows, acceptance, acceptance_length, draft_sampling, confidence_threshold.
 
     Attributes:
         cfg, tokenizer, generation_config: of the model.
@@ -60,17 +59,18 @@ class LLM:
         UsageError: an argument that no model could satisfy.
         CheckpointError, ConfigError: the model is missing, damaged, or cannot be cut that way; everything wrong is listed at once.
         OutOfMemory: weights or cache do not fit. DeviceError: the decode backend cannot run here.
-        RankDied, RanksDiffer: also in every later call: another process died, hung, or decided differently.
+        RankDied, ExchangeTimeout, RanksDiffer: also in every later call: another process died, hung, sent nothing, or decided differently.
     """
 
-    def __init__(self, model="demo", draft_model=None, tp=None, *, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
-                 activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, ranks="auto", rendezvous_timeout=60, seed=None, **drafting):
+    def __init__(self, model="demo", draft_model=None, tp=None, *, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None,
+                 kv_cache_dtype="auto", activation_dtype="f32", prefix_cache=0, load_mode="auto", load_progress=None, ranks="auto",
+                 collectives="nccl", rendezvous_timeout=60, seed=None, **drafting):
         self._engine = None
         seed = SamplingParams(seed=seed).seed  # the same rules
         start = time.perf_counter()
         opened = open_model(model, draft_model, tp=tp, dcp=dcp, decode_backend=decode_backend, max_model_len=max_model_len, max_batch=max_batch,
                             kv_cache_dtype=kv_cache_dtype, activation_dtype=activation_dtype, prefix_cache=prefix_cache, load_mode=load_mode,
-                            load_progress=load_progress, ranks=ranks, rendezvous_timeout=rendezvous_timeout, **drafting)
+                            load_progress=load_progress, ranks=ranks, collectives=collectives, rendezvous_timeout=rendezvous_timeout, **drafting)
         self.load_s = time.perf_counter() - start
         self.loading = opened.loading
         self.backend, self.generation_config, self._eos_ids = opened.backend, opened.generation_config, opened.eos_ids

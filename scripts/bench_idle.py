@@ -11,12 +11,12 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
-from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
+from first_layers import first_layers  # noqa: E402
+
 from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
 from k3cuda.runtime.cuda_driver import open_device  # noqa: E402
 from k3cuda.runtime.cuda_synthetic import synthetic_weights  # noqa: E402
@@ -37,11 +37,8 @@ def tiny() -> CudaBackend:
 
 def released() -> CudaBackend:
     """The first layers of a rank, looped back."""
-    cfg = K3Config.from_json(RELEASED_FOLDER)
-    linear = replace(cfg.linear_attn_config, **{name: tuple(i for i in getattr(cfg.linear_attn_config, name) if i <= LAYERS)
-                                                for name in ("full_attn_layers", "kda_layers")})
     arch = open_device().arch
-    return CudaBackend(SimpleNamespace(cfg=replace(cfg, num_hidden_layers=LAYERS, linear_attn_config=linear)), TP, only_rank=RANK, max_batch=64,
+    return CudaBackend(SimpleNamespace(cfg=first_layers(LAYERS)), TP, only_rank=RANK, max_batch=64,
                        max_model_len=512, weights=lambda *args: synthetic_weights(*args, arch=arch))
 
 

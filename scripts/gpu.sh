@@ -3,7 +3,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
+# Ranks of several GPUs run without NVLink's multicast (NVLS): collectives here are unicast, and a program that uses it can stop all GPUs of a host that
+# others share.
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -37,17 +39,20 @@ case $name in
   # One whole rank of a stand-in of the release in holes; it also writes 16 GB really, to measure the disk.
   load) python3 scripts/load_rank.py --output "$out/load.json" "$@" ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;
-  # NCCL between processes: --ranks N on N GPUs, or --ranks N --share-gpu on one.
+  # Collectives between processes, by NCCL and inside a kernel: --ranks N on N GPUs, or --ranks N --share-gpu on fewer.
   collectives) exec python3 scripts/bench_collectives.py "$@" ;;
-  # All that is known of ranks as processes, on the GPUs that are here: what collectives bring and how long they take, then steps, text and drafts.
-  # Where there are fewer GPUs than ranks they share the first one, and times mean nothing.
+  # All that is known of ranks as processes, on the GPUs that are here: what collectives bring and how long they take (collectives-N.json in $OUT for
+  # as many ranks as have a GPU each), then steps, text, drafts, and ranks that die. Where there are fewer GPUs than ranks they share them, and times
+  # mean nothing.
   ranks)
     gpus=$(python3 -c 'from k3cuda.runtime.machine import probe_driver; print(len(probe_driver().gpus))')
     for n in 2 4 8 16; do
-      share=$([ "$n" -le "$gpus" ] || echo --share-gpu)
-      if [ "$n" -le "$gpus" ] || [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" ${share:+"$share"}; fi
+      if [ "$n" -le "$gpus" ]; then NCCL_NVLS_ENABLE=0 python3 scripts/bench_collectives.py --ranks "$n" --output "$out/collectives-$n.json"
+      elif [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" --share-gpu; fi
     done
-    exec python3 -m pytest -m gpu tests/gpu/test_ranks_nccl.py "$@" ;;
+    exec python3 -m pytest -m gpu tests/gpu/test_peer_exchange_gpu.py tests/gpu/test_ranks_nccl.py tests/gpu/test_rank_failures_gpu.py "$@" ;;
+  # Steps of the first layers of the release as real ranks, one a GPU: --ranks N.
+  rank_steps) NCCL_NVLS_ENABLE=0 exec python3 scripts/bench_ranks.py --output "$out/rank_steps.json" "$@" ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
   # All that `train` does in a minute and a half, with two steps of the target: what is broken is known before the minutes are spent.
   rehearse) rm -rf build/rehearsal; exec python3 scripts/train_demo.py build/rehearsal --steps 2 --minutes 1.5 "$@" ;;

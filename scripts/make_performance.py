@@ -5,13 +5,19 @@
 A table is there only if its file is. `causes.json` says of every missed target what bounds it; without that there is no page.
 """
 import json
+import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts")]
+import performance_ranks as ranks  # noqa: E402
+
 FOLDER, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/performance.md"
 FILES = ("step", "experts", "hops", "torch", "prefill", "idle", "load", "decode", "decode_plain")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
+RANK_FILES = ("collectives-2", "rank_steps")   # on two, by `scripts/gpu.sh ranks` and `rank_steps`
 STAGE_ROWS, STAGE_CONTEXT = (1, 8, 64), 8192
 LONG = 131072
 CAUSES = "causes.json"
@@ -96,7 +102,7 @@ what crosses GPUs. ms are medians of 20 replays of step and commit as CUDA graph
 
 
 def load(folder: Path) -> dict:
-    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in FILES if (folder / f"{name}.json").exists()}
+    return {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in FILES + RANK_FILES if (folder / f"{name}.json").exists()}
 
 
 def page(folder: Path = FOLDER) -> str:
@@ -108,8 +114,9 @@ def page(folder: Path = FOLDER) -> str:
     parts += [targets(data, causes), CHECKS.rstrip()]
     parts += [made for name, make in (("step", whole_steps), ("step", stages), ("step", latent_attention), ("experts", experts), ("hops", hops),
                                       ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading), ("decode", decoding), ("decode_plain", decoding),
-                                      ("decode", drafts)) if name in data and (made := make(data[name]))]
-    missing = [f"`{name}`" for name in FILES if name not in data]
+                                      ("decode", drafts), ("collectives-2", partial(ranks.collectives, table=table, source=source)),
+                                      ("rank_steps", partial(ranks.rank_steps, table=table, source=source))) if name in data and (made := make(data[name]))]
+    missing = [f"`{name}`" for name in FILES + RANK_FILES if name not in data]
     parts += [f"Not measured yet: {', '.join(missing)}."] if missing else []
     return "\n\n".join(parts) + "\n"
 

@@ -132,6 +132,7 @@ def test_with_ranks_and_a_cache_over_them(tmp_path, monkeypatch, ranks):
         for ride in (False, True):
             compiled = cuda_kernels.compile_bucket(build_plan(headdims().cfg, 2, dcp=dcp), 8, "bf16", "sm_90a", ride=ride)
             assert compiled.from_cache == (dcp == 2 and ride == (ranks == "virtual"))
+    assert cuda_kernels.compile_moves("sm_90a").from_cache == (ranks == "processes")
 
 
 @pytest.mark.parametrize("args, code, words", [

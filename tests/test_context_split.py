@@ -240,6 +240,6 @@ def test_ranks_that_differ_in_it():
 
 
 def test_kernels_of_drafts_want_a_whole_cache(monkeypatch):
-    monkeypatch.setattr("k3cuda.runtime.cuda_driver.require_gpu", lambda: None)
+    monkeypatch.setattr("k3cuda.runtime.cuda_driver.require_gpu", lambda index: None)
     with pytest.raises(UsageError, match="dcp: found 2 with a draft_model and decode_backend 'standard'"):
         LLM("tiny-random", tp=2, dcp=2, decode_backend="standard", draft_model="tiny-random-draft")

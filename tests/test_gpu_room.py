@@ -111,7 +111,7 @@ def test_check_shows_the_table(monkeypatch, capsys):
 
 def test_standard_is_refused_before_a_load(monkeypatch):
     tiny = Gpu(0, "a tiny one", "9.0", 100 << 20)
-    monkeypatch.setattr(cuda_driver, "require_gpu", lambda: None)
+    monkeypatch.setattr(cuda_driver, "require_gpu", lambda index: None)
     monkeypatch.setattr(open_model, "probe_driver", lambda: Driver("1", "13.0", (tiny,)))
     with pytest.raises(OutOfMemory, match="a tiny one: found 0.1 GB of memory, .* wanted 0.6 GB for the weights of 2 ranks and the kernels; no number of ranks fits"):
         open_model.open_model("tiny-random", tp=2, decode_backend="standard")

@@ -218,7 +218,7 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(monkeypatch):
         backend.name = "standard"
         return backend
 
-    monkeypatch.setattr(cuda_driver, "require_gpu", lambda: None)
+    monkeypatch.setattr(cuda_driver, "require_gpu", lambda index: None)
     monkeypatch.setattr(open_model, "probe_driver", lambda: Driver("1", "13.0", (Gpu(0, "A", "9.0", 10 ** 10),)))
     monkeypatch.setitem(sys.modules, "k3cuda.runtime.cuda_backend", SimpleNamespace(CudaBackend=gpu_backend))
     monkeypatch.setattr(preflight, "host", lambda: {"memory_free_bytes": 1, "memory_limit_bytes": None})

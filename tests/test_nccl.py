@@ -1,6 +1,5 @@
 """NCCL's library as far as it goes without a GPU: ids for sixteen processes, errors in its words; what is asked of it, on a library that moves memory."""
 import ctypes
-import math
 import os
 import sys
 import threading
@@ -11,17 +10,18 @@ import numpy as np
 import pytest
 from command import ROOT
 from drafts import made
-from rank_oracle import check_moves
+from rank_oracle import check_moves, check_plan, collectives_of
 from rank_processes import ends, free_port, start
+from shim import host
 
-from k3cuda.buffers import DTYPE_BYTES, buffer_shape
-from k3cuda.draft_plan import DraftPlan, build_draft_plan
-from k3cuda.emit import arena_offsets, layout_of
+from k3cuda.draft_plan import build_draft_plan
+from k3cuda.emit import arena_offsets
 from k3cuda.errors import DeviceError, UsageError
 from k3cuda.plan import build_plan
 from k3cuda.runtime import nccl
-from k3cuda.runtime.collectives import members
 from k3cuda.runtime.made_config import made_config
+from k3cuda.runtime.peer_exchange import sizes
+from k3cuda.runtime.rank_moves import PACK, SPREAD, THREADS, RankMove, blocks_for
 from k3cuda.stages import GATHER, SCATTER, STACK
 from k3cuda.tables import tables_of
 
@@ -178,92 +178,82 @@ def test_parts_arrive_as_between_virtual_ranks(tp):
     assert lib.log == [("destroy", 2)]
 
 
-def moves_of(plan):
-    """Every move, with the number of a layer where its buffers have some."""
-    ops = plan.context + plan.ops if isinstance(plan, DraftPlan) else plan.ops
-    return list(dict.fromkeys((m, op.kind_index * (m.source == "draft_logits_part")) for op in ops for m in op.stage.moves))
+@pytest.fixture(scope="module")
+def movers(tmp_path_factory):
+    source = '#include "rank_moves.cuh"\nextern "C" int size_of_move;\nint size_of_move = sizeof(RankMove);\n'
+    return host.build(source, [PACK, SPREAD], tmp_path_factory.mktemp("movers"), {"exchange_sizes.cuh": sizes()})
+
+
+def test_python_knows_the_structure_of_a_move(movers):
+    assert host.constants(movers, "size_of_move", 1) == (ctypes.sizeof(RankMove),)
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 64])
-def test_a_step_moves_what_the_plan_says(rows, dcp):
+def test_a_step_moves_what_the_plan_says(rows, dcp, movers):
     plan = build_plan(made_config(), TP, dcp=dcp)
-    moves = {m for m, _ in moves_of(plan)}
+    moves = [m for _, _, moves in collectives_of(plan) for m in moves]
     assert {m.how for m in moves} == {GATHER, STACK, SCATTER} and sum(m.in_group for m in moves) == 2 * (dcp > 1)
-    check_plan(plan, rows)
+    check_plan(plan, rows, by_nccl(movers))
 
 
 @pytest.mark.parametrize("family", ["mla", "gqa"])
 @pytest.mark.parametrize("rows", [16, 64])
-def test_a_draft_moves_what_its_plan_says(rows, family):
+def test_a_draft_moves_what_its_plan_says(rows, family, movers):
     plan = build_draft_plan(made(family, {"num_key_value_heads": 4}).cfg, TP, 3)
-    assert len(moves_of(plan)) == {"mla": 7, "gqa": 4}[family] + 3 and plan.padded_seqs(rows) < rows   # the logits of three drafts
-    check_plan(plan, rows)
+    logits_of_drafts, moves = 3, [m for _, _, moves in collectives_of(plan) for m in moves]
+    assert len(moves) == {"mla": 7, "gqa": 4}[family] + logits_of_drafts and plan.padded_seqs(rows) < rows
+    check_plan(plan, rows, by_nccl(movers))
 
 
-def check_plan(plan, rows):
-    """Every move of a small model on arenas in host memory, packed and spread as on a GPU, against the shapes of its buffers."""
-    from k3cuda.runtime.cuda_rank import NcclMove
+def by_nccl(movers):
+    """What `check_plan` launches: moves packed and spread by the GPU's own kernels, carried by a library that moves memory."""
+    from k3cuda.runtime.cuda_carry import NcclMove
 
-    tp, rng = TP, np.random.default_rng(rows)
-    tables, (offsets, size) = tables_of(plan), arena_offsets(plan)
-    lib = MovesMemory(tp)
-    comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, tp, lib) for r in range(tp)]
-    arenas = [rng.integers(0, 256, size, np.uint8) for _ in range(tp)]
+    lib = MovesMemory(TP)
+    comms = [nccl.Communicator(bytes(nccl.ID_BYTES), r, TP, lib) for r in range(TP)]
 
-    def copy2d(target, target_pitch, source, source_pitch, width, height):
-        for row in range(height):
-            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+    def kernel(name, arguments, vectors):
+        return SimpleNamespace(launch=lambda: host.launch(movers, name, blocks_for(vectors, 2), THREADS, arguments))
 
-    def view(arena, name, layer):
-        b = tables.buffers[name]
-        shape, of = buffer_shape(b, tables.dims), offsets[name]
-        width = DTYPE_BYTES[b.dtype]
-        whole = arena[of:of + math.prod(shape) * width].view(f"u{width}").reshape(shape)
-        return whole[layer] if b.is_layered else whole
+    def launches(rank, name, places):
+        out = []
+        for layout, source, target in places:
+            staging = np.empty(NcclMove.staging_bytes(layout), np.uint8)
+            out.append(NcclMove(layout, comms[rank], source, target, staging.ctypes.data, 77, kernel))
+            out[-1].keeps = staging
+        return out
 
-    for m, layer in moves_of(plan):
-        before, layout = [a.copy() for a in arenas], layout_of(m, plan, tables, rows)
-        count = plan.padded_seqs(rows) if "seqs" in tables.buffers[m.source].shape else rows
-        staging = [np.empty(NcclMove.staging_bytes(layout), np.uint8) for _ in range(tp)]
-        launches = [NcclMove(layout, comms[r], arenas[r].ctypes.data + offsets[m.source] + layer * layout.source_layer,
-                             arenas[r].ctypes.data + offsets[m.target] + layer * layout.target_layer, staging[r].ctypes.data, 77, copy2d) for r in range(tp)]
-        threads = [threading.Thread(target=launch.launch) for launch in launches]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for r in range(tp):
-            wanted = before[r].copy()
-            mine = members(r, plan.dcp if m.in_group else tp)
-            target, sources = view(wanted, m.target, layer), [view(before[i], m.source, layer)[:count] for i in mine]
-            if m.how == GATHER:
-                source = tables.buffers[m.source]
-                target[:count] = np.concatenate(sources, axis=source.cut - source.is_layered)
-            else:
-                n, place = math.prod(target.shape[2:]), r - mine[0]
-                for i, source in enumerate(sources):
-                    target[i, :rows] = source if m.how == STACK else source.reshape(rows, -1)[:, place * n:(place + 1) * n].reshape(rows, *target.shape[2:])
-            np.testing.assert_array_equal(arenas[r], wanted, err_msg=f"{m.source} on rank {r}: also what lies around the target")
+    return launches
 
 
-def test_a_rank_of_the_standard_backend_asks_nccl_where_others_run_a_kernel(monkeypatch):
+def test_a_rank_of_the_standard_backend_asks_its_carrier_where_others_run_a_kernel(monkeypatch):
     from k3cuda.runtime.cuda_backend import CudaBackend
-    from k3cuda.runtime.cuda_rank import CudaRank, NcclMove
+    from k3cuda.runtime.cuda_carry import Carrier, NcclMove
+    from k3cuda.runtime.cuda_rank import CudaRank
 
     asked, plan = [], build_plan(made_config(), 4)
     memory = SimpleNamespace(arena=SimpleNamespace(data=SimpleNamespace(ptr=1 << 20)), tables=tables_of(plan), plan=plan, offsets=arena_offsets(plan)[0])
     monkeypatch.setattr(CudaBackend, "launches", lambda self, what, bucket, **options: asked.append(options) or [(op, ["kernel"]) for op in plan.ops])
-    monkeypatch.setattr(CudaRank, "_room", lambda self, layout: 1 << 30)
+    monkeypatch.setattr(Carrier, "_room", lambda self, layout: 1 << 30)
+    monkeypatch.setattr(Carrier, "_kernel", lambda self, name, arguments, vectors: name)
     rank = CudaRank.__new__(CudaRank)
-    rank.memories, rank.plan, rank.tp, rank._comm, rank._raw_stream = [memory], plan, 4, SimpleNamespace(rank=2, size=4), 77
+    rank.memories, rank.plan, rank.tp, rank._carrier = [memory], plan, 4, Carrier.__new__(Carrier)
+    rank._comm = rank._carrier._comm = SimpleNamespace(rank=2, size=4)
+    rank._carrier._raw_stream, rank._carrier._exchange = 77, None
     launches = rank.launches("step", 8, overlap=True)
     assert asked == [{"overlap": False, "follows": False}] and [op for op, _ in launches] == list(plan.ops)
     for op, group in launches:
         assert [type(x) for x in group] == [NcclMove] * len(op.stage.moves) if op.stage.moves else group == ["kernel"]
+    # An exchange is one launch for all moves of a collective, which begins under the launch before it where that may be.
+    rank._carrier.name, rank._carrier._exchange = "peer", SimpleNamespace(launch=lambda name, moves, dependent: (name, len(moves), dependent))
+    for overlap in (True, False):
+        launches = rank.launches("step", 8, overlap=overlap)
+        assert asked[-1] == {"overlap": overlap, "follows": False}
+        assert [group for op, group in launches if op.stage.moves] == [[(str(op), len(op.stage.moves), overlap)] for op in plan.ops if op.stage.moves]
     said = []
-    rank._building, rank._kernels = lambda: said.append("building") or nullcontext(), {8: "built"}
-    assert rank.kernels(8) == "built" and said == ["building"]
+    rank._building, rank._kernels, rank._carrier.meet = lambda: said.append("building") or nullcontext(), {8: "built"}, lambda: said.append("met")
+    assert rank.kernels(8) == "built" and said == ["building", "met"]
     assert not CudaRank.overlaps and CudaRank.most_rows == 64 and CudaBackend.most_rows == 256   # what one process has stays as it was
     with pytest.raises(UsageError, match="rank 1 is another process"):
         rank.buffer("logits", 1)

@@ -18,6 +18,7 @@ from k3cuda.runtime.collectives import TcpRanks
 from k3cuda.runtime.launch import Launch
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
+from k3cuda.runtime.open_model import _choose_backend
 from k3cuda.runtime.rank_backend import CHECK_EVERY, RankedBackend, follow
 from k3cuda.runtime.rank_calls import DECODE, ENCODE
 from k3cuda.runtime.rank_job import Job
@@ -69,9 +70,12 @@ def test_sixteen_processes(tmp_path):
 def test_what_cannot_be_refused_later_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr("k3cuda.runtime.rank_job.Workers", lambda *args: pytest.fail("a process was started"))
     for options, kind, text in (({"tp": 3}, Exception, "1, 2, 4"), ({"tp": 2, "max_batch": 65}, UsageError, "max_batch"), ({"tp": 2, "draft_model": "/nowhere"}, Exception, "nowhere"),
-                                ({"tp": 2, "rendezvous_timeout": 0}, UsageError, "above 0")):
+                                ({"tp": 2, "rendezvous_timeout": 0}, UsageError, "above 0"), ({"tp": 2, "collectives": "mpi"}, UsageError, "wanted nccl, peer"),
+                                ({"tp": 2, "collectives": "peer"}, UsageError, "found 'peer' with decode_backend 'reference', where nothing crosses GPUs")):
         with pytest.raises(kind, match=text):
             LLM("tiny-random", ranks="processes", **options)
+    with pytest.raises(UsageError, match="found 'peer' with all ranks in one process"):
+        LLM("tiny-random", tp=2, collectives="peer")
     with pytest.raises(UsageError, match="open the model themselves"):
         LLM(MadeCheckpoint(made_config()), tp=2, ranks="processes")
     with pytest.raises(UsageError, match="ranks: found 'many'"):
@@ -104,8 +108,22 @@ def test_the_gpu_of_a_rank_is_by_its_local_rank(monkeypatch):
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_MAX_NCHANNELS"):
         monkeypatch.setenv(name, "")   # put back afterwards
     monkeypatch.setenv("K3CUDA_SHARE_GPU", "1")   # the test switch
-    jobs[3].choose_gpu()
-    assert jobs[3].device == 0 and os.environ["NCCL_HOSTID"].endswith("3")
+    for job in jobs:
+        job.choose_gpu()
+    assert [job.device for job in jobs] == [0, 1] * 4 and os.environ["NCCL_HOSTID"].endswith("7")
+
+
+def test_a_rank_opens_no_gpu_but_its_own(monkeypatch):
+    """Where there is no driver it says so, and not that ranks are more than GPUs."""
+    opened, gpu = [], SimpleNamespace(problem=None, gpus=(None,) * 4)
+    monkeypatch.setattr("k3cuda.runtime.open_model.probe_driver", lambda: gpu)
+    monkeypatch.setattr("k3cuda.runtime.cuda_driver.require_gpu", opened.append)
+    gpus(monkeypatch, 4)
+    job = Job(Launch("x", 6, 8, 2, 4, "h", 1, "t"), 8, {}, {}, 1)
+    _choose_backend("standard", "f32", job), _choose_backend("standard", "f32", None)
+    gpu.problem = "no NVIDIA driver"
+    _choose_backend("standard", "f32", Job(None, 8, {}, {}, 1))
+    assert opened == [2, 0, 0]
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):

@@ -12,7 +12,7 @@ from ..buffers import KV_BYTES
 from ..config import DECODE_ROWS
 from ..errors import ConfigError, DeviceError, UsageError
 from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
-from ..runtime.cuda_kernels import (GPU_SMS, ROW_BUCKETS, bucket_of, compile_accept, compile_bucket, compile_step_io, draft_buckets, no_sampler,
+from ..runtime.cuda_kernels import (GPU_SMS, ROW_BUCKETS, bucket_of, compile_accept, compile_bucket, compile_moves, compile_step_io, draft_buckets, no_sampler,
                                     side_by_side)
 from ..runtime.machine import PROCESSES, VIRTUAL
 from . import options
@@ -147,6 +147,8 @@ def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes, ride: bool) -> li
                        for n in sms or GPU_SMS[arch] for kv in (["bf16"] if is_draft else kv_cache_dtypes)
                        for rows in (draft_buckets(plan, buckets) if is_draft else buckets)]
         cubins.append(_Cubin(keys("inputs and sampler", arch), partial(compile_step_io, vocab_size, arch)))
+        if not ride:
+            cubins.append(_Cubin(keys("moves between ranks", arch), partial(compile_moves, arch)))
         if DRAFT in plans and not no_sampler(vocab_size):
             cubins.append(_Cubin(keys("acceptance", arch), partial(compile_accept, vocab_size, arch)))
     return cubins

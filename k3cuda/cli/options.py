@@ -94,6 +94,7 @@ ENGINE = (
     flag("--dcp", type=click.IntRange(min=1), default=1, metavar="N", aliases=DCP_ALIASES,
          help="Ranks that hold the MLA cache together, a divisor of --tp.  [default: 1, each holds all of it]"),
     flag("--ranks", default="auto", metavar="HOW", help="virtual, in one process, or processes.  [default: auto, what the launcher started]"),
+    flag("--collectives", default="nccl", metavar="HOW", help="Between ranks that have a GPU each: nccl, or peer, inside a kernel.  [default: nccl]"),
     flag("--rendezvous-timeout", type=float, default=60, metavar="SECONDS", help="For ranks that are processes to find each other.  [default: 60]"),
     flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],
           help="Longest context, in tokens.  [default: what fits]"),
@@ -108,8 +109,8 @@ ENGINE = (
     *flags_of(OF_A_MODEL),
 )
 engine = flags(*ENGINE)
-_ENGINE_NAMES = ("tp", "dcp", "ranks", "rendezvous_timeout", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend", "load_mode", "draft_model", "acceptance", "acceptance_length",
-                 "draft_sampling", "draft_rows", "confidence_threshold")
+_ENGINE_NAMES = ("tp", "dcp", "ranks", "collectives", "rendezvous_timeout", "max_model_len", "max_batch", "kv_cache_dtype", "decode_backend",
+                 "load_mode", "draft_model", "acceptance", "acceptance_length", "draft_sampling", "draft_rows", "confidence_threshold")
 
 
 def engine_arguments(flags: dict) -> dict:

@@ -90,14 +90,16 @@ def require_gpu(index: int = 0) -> Device:
         opening = pool.submit(_opened, index)   # most of its time is the driver's, outside Python's lock
         try:
             _give_cupy_a_folder()
-            import cupy  # noqa: F401
+            import cupy
             problem = None
         except (ImportError, OSError) as e:
             problem = e
         opening.result()
     if problem is not None:
         raise DeviceError(f"CuPy isn't installed or can't be loaded ({problem})", f"pip install 'k3cuda[cu{_bindings_line()}]'") from problem
-    return open_device(index)
+    device = open_device(index)
+    cupy.cuda.Device(index).use()   # the runtime that CuPy calls has a device of its own that is current
+    return device
 
 
 def _give_cupy_a_folder() -> None:

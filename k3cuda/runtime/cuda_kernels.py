@@ -11,6 +11,7 @@ from ..emit_sizes import H200_SMS
 from ..plan import Plan
 from .cuda_driver import Launch, Module
 from .cuda_jit import Compiled, compile_cuda
+from .peer_exchange import sizes
 from .step_records import CLUSTER, MAX_VOCAB, VOCAB_STEP, sampler_warps
 
 # Multiprocessors of the GPUs of an architecture: a cubin is for one number, since kernels spread over all of them. H200 132, as its driver
@@ -55,6 +56,11 @@ def compile_accept(vocab_size: int, arch: str, **options) -> Compiled:
     """The cubin of k_laws, k_draft_laws and k_judge. Needs no GPU. Only for a vocabulary that has a sampler. Options of compile_cuda."""
     source = f'#include "accept_core.cuh"\nK3_ACCEPT({vocab_size}, {CLUSTER}, {sampler_warps(vocab_size)})\n'
     return compile_cuda(source, arch, name="the acceptance of drafts", **options)
+
+
+def compile_moves(arch: str, **options) -> Compiled:
+    """The cubin of what moves collectives between processes. Needs no GPU. Options of compile_cuda."""
+    return compile_cuda('#include "peer_exchange.cuh"\n', arch, headers={"exchange_sizes.cuh": sizes()}, name="moves between ranks", **options)
 
 
 def no_sampler(vocab_size: int) -> str | None:

@@ -1,52 +1,19 @@
-"""The standard decode backend as one rank of several processes, a GPU each: what crosses ranks goes by NCCL.
-
-NCCL moves contiguous bytes, so what is cut by columns is packed before and spread behind it by 2D copies. All of it is captured in the step's
-graph. The exchange inside a kernel, over mapped peers, is to take its place where that is faster.
-"""
-from contextlib import nullcontext
-from typing import Callable
-
-import cupy
+"""The standard decode backend as one rank of several processes, a GPU each: collectives are a Carrier's, captured in the step's graph."""
+import logging
+from contextlib import contextmanager, nullcontext
 
 from ..config import DECODE_ROWS
-from ..emit import MoveLayout, layout_of
+from ..emit import layout_of
 from ..errors import UsageError
 from ..plan import Op
-from .collectives import members
 from .cuda_backend import CudaBackend
+from .cuda_carry import Carrier
 from .cuda_memory import RankMemory
+from .machine import NCCL, PEER
 from .nccl import Communicator
+from .peer_exchange import capacities
 
-
-class NcclMove:
-    """One move of a collective, to be launched where a kernel would be.
-
-    Args:
-        source, target: addresses.
-        staging: address of room for `staging_bytes`.
-        copy2d: (target, its pitch, source, its pitch, width, height), in the stream's order; addresses and bytes.
-    """
-
-    def __init__(self, layout: MoveLayout, comm: Communicator, source: int, target: int, staging: int, stream: int, copy2d: Callable):
-        self.kernel, self._comm, self._stream, self._copy2d, self._at = "nccl", comm, stream, copy2d, layout
-        self._ranks = members(comm.rank, layout.ranks)
-        self._source, self._target, self._sent, self._got = source, target, staging, staging + layout.rows * layout.slice * layout.ranks
-
-    @staticmethod
-    def staging_bytes(layout: MoveLayout) -> int:
-        """What is sent, to each rank where that differs, and what is received."""
-        return 2 * layout.ranks * layout.rows * layout.slice
-
-    def launch(self) -> None:
-        at, part = self._at, self._at.rows * self._at.slice
-        if at.is_cut:
-            for place in range(at.ranks):
-                self._copy2d(self._sent + place * part, at.slice, self._source + place * at.slice, at.source_row, at.slice, at.rows)
-            self._comm.all_to_all(self._sent, self._got, part, self._ranks, self._stream)
-        else:   # a whole row is sent, and rows stand behind one another
-            self._comm.gather(self._source, self._got, part, self._ranks, self._stream)
-        for place in range(at.ranks):
-            self._copy2d(self._target + place * at.slot, at.target_row, self._got + place * part, at.slice, at.slice, at.rows)
+log = logging.getLogger("k3cuda")
 
 
 class CudaRank(CudaBackend):
@@ -55,63 +22,99 @@ class CudaRank(CudaBackend):
     Args:
         comm: of all ranks; closed with the backend. device: index of this rank's GPU. options: as CudaBackend.
         building: a context around what takes seconds in the middle of a step: the others wait, and it is no hang.
+        collectives: NCCL or PEER; where peers cannot be mapped NCCL takes over, and says so.
+    Raises, where something is read, besides what CudaBackend raises:
+        ExchangeTimeout: a rank has not sent its part in time.
     """
 
-    overlaps, most_rows = False, DECODE_ROWS
+    overlaps, most_rows, _carrier = False, DECODE_ROWS, None
 
-    def __init__(self, source, comm: Communicator, device: int, building=nullcontext, **options):
-        self._comm, self.device_index, self._building, self._staging = comm, device, building, {}
-        super().__init__(source, comm.size, only_rank=comm.rank, ride=False, carry=self._moves, building=building, **options)
-        self._warm_up()
+    def __init__(self, source, comm: Communicator, device: int, building=nullcontext, collectives: str = NCCL, **options):
+        self._comm, self.device_index, self._building, self._asked = comm, device, building, collectives
+        try:
+            super().__init__(source, comm.size, only_rank=comm.rank, ride=False, carry=self._moves, building=self._built_together, **options)
+            self._carrier.warm_up()
+        except BaseException:
+            self._let_go()
+            raise
 
     def bind_cache(self, max_model_len: int | None) -> None:
-        self.ranks = "nccl"   # no loopback: a rank embeds its own tokens, and what the others have comes from them
+        if self._carrier is None:   # before the cache takes what memory there is
+            self._carrier = Carrier(self._comm, self.device, self.stream)
+            if self._asked == PEER and (reason := self._carrier.use_peers(capacities(self.plan, *([self.draft.plan] if self.draft else [])))):
+                log.log(logging.DEBUG if self._comm.rank else logging.WARNING, "collectives: %s instead of %s: %s", NCCL, PEER, reason)
+        self.ranks = self._carrier.name   # no loopback: a rank embeds its own tokens, and what the others have comes from them
         super().bind_cache(max_model_len)
 
-    def _warm_up(self) -> None:
-        """NCCL sets connections up when they are first used, which must not be while a graph is captured."""
-        room = cupy.zeros(2 * self.tp, cupy.uint8)
-        cupy.cuda.get_current_stream().synchronize()
-        self._comm.all_gather(room.data.ptr, room.data.ptr + self.tp, 1, self._raw_stream)
-        self._comm.all_to_all(room.data.ptr, room.data.ptr + self.tp, 1, range(self.tp), self._raw_stream)
-        self.stream.synchronize()
-        self._comm.check()
+    @contextmanager
+    def _built_together(self):
+        """Around what one rank may take seconds for and another nothing: no exchange waits for it, since all ranks meet behind it.
+
+        Who waits there builds nothing, so that a rank that never comes is a hang.
+        """
+        with self._building():
+            yield
+        self._carrier.meet()
 
     def kernels(self, bucket: int):
-        with self._building():
+        with self._built_together():
             return super().kernels(bucket)
 
     def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False):
-        """As CudaBackend, with NCCL in the place of collectives. Nothing begins under a launch before it, which may be NCCL's."""
-        out = super().launches(what, bucket, overlap=False, follows=follows)
-        return [(op, self._moves(op, self.memories[0], bucket) if op.stage.moves else group) for op, group in out]
+        """As CudaBackend, with the carrier's launches in the place of collectives. Nothing begins under a launch before it that may be NCCL's."""
+        overlap = overlap and self._carrier.name == PEER
+        out = super().launches(what, bucket, overlap=overlap, follows=follows)
+        return [(op, self._moves(op, self.memories[0], bucket, overlap) if op.stage.moves else group) for op, group in out]
 
-    def _moves(self, op: Op, memory: RankMemory, rows: int) -> list[NcclMove]:
+    def _moves(self, op: Op, memory: RankMemory, rows: int, overlap: bool = False) -> list:
         """What takes the place of a collective on the memory of the target or of its draft, in a step of up to `rows` rows."""
-        out, arena, at = [], memory.arena.data.ptr, memory.offsets
+        places, arena, at = [], memory.arena.data.ptr, memory.offsets
         for m in op.stage.moves:
             layout = layout_of(m, memory.plan, memory.tables, rows)
             source, target = arena + at[m.source] + op.kind_index * layout.source_layer, arena + at[m.target] + op.kind_index * layout.target_layer
-            out.append(NcclMove(layout, self._comm, source, target, self._room(layout), self._raw_stream, self._copy2d))
-        return out
+            places.append((layout, source, target))
+        return self._carrier.launches(str(op), places, overlap)
 
-    def _room(self, layout: MoveLayout) -> int:
-        """Staging by size: moves follow one another in the stream, so those of one size share theirs."""
-        size = NcclMove.staging_bytes(layout)
-        if size not in self._staging:
-            self._staging[size] = cupy.empty(size, cupy.uint8)
-        return self._staging[size].data.ptr
+    # What is read has come through exchanges, if they have not failed.
 
-    def _copy2d(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
-        runtime = cupy.cuda.runtime
-        runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, height, runtime.memcpyDeviceToDevice, self._raw_stream)
+    def logits(self):
+        return self._sound(super().logits())
+
+    def copy_logits(self, out) -> None:
+        super().copy_logits(out)
+        self.stream.synchronize()   # else nobody knows yet
+        self._sound(None)
+
+    def sample(self, draws):
+        return self._sound(super().sample(draws))
+
+    def propose(self, asks):
+        return self._sound(super().propose(asks))
+
+    def accept(self, judges):
+        return self._sound(super().accept(judges))
+
+    def _sound(self, read):
+        self._carrier.check()
+        return read
 
     def buffer(self, name: str, rank: int = 0):
         if rank != self._comm.rank and rank in range(self.tp):
             raise UsageError(f"buffer {name}: rank {rank} is another process", f"ask for rank {self._comm.rank}")
-        return super().buffer(name, 0 if rank == self._comm.rank else rank)
+        array = super().buffer(name, 0 if rank == self._comm.rank else rank)
+        self.stream.synchronize()
+        return self._sound(array)
 
     def close(self) -> None:
-        super().close()
-        self._staging.clear()
-        self._comm.abort()   # the others may be gone already, and a gentle end would wait for them
+        try:
+            super().close()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """May be called twice, and where there is nothing yet."""
+        try:
+            if self._carrier is not None:
+                self._carrier.close()
+        finally:
+            self._comm.abort()   # the others may be gone already, and a gentle end would wait for them

@@ -16,7 +16,7 @@ _UINT8 = 1        # ncclUint8: whatever is moved is bytes
 _SUCCESS, _IN_PROGRESS = 0, 7
 # What lets NCCL take several ranks on one GPU: each says it is a machine of its own, and they talk by sockets. For tests: a collective of
 # 16 ranks took 0.6 s so on an H200.
-_SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_MAX_NCHANNELS": "1"}
+_SHARED_GPUS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_MAX_NCHANNELS": "1"}
 
 
 class UniqueId(ctypes.Structure):
@@ -74,9 +74,9 @@ def unique_id() -> bytes:
     return bytes(made)
 
 
-def share_one_gpu(rank: int) -> None:
+def share_gpus(rank: int) -> None:
     """Test switch: lets several ranks use one GPU. To be called before NCCL is first used in this process."""
-    os.environ.update(_SHARED_GPU, NCCL_HOSTID=f"k3cuda-test-rank-{rank}")
+    os.environ.update(_SHARED_GPUS, NCCL_HOSTID=f"k3cuda-test-rank-{rank}")
 
 
 def device_index(local_rank: int, visible: int) -> int:

@@ -15,7 +15,7 @@ from .downloads import check_is_here
 from .drafting import SYNTHETIC, Drafting, check_options
 from .launch import Launch
 from .loading import Loading
-from .machine import DECODE_BACKENDS, NOT_BUILT, REFERENCE, STANDARD, probe_driver
+from .machine import COLLECTIVES, DECODE_BACKENDS, NCCL, NOT_BUILT, PEER, REFERENCE, STANDARD, probe_driver
 from .rank_job import Job, open_job
 from .rendezvous import TIMEOUT_S
 from .repack_manifest import default_tp
@@ -51,7 +51,7 @@ class Model:
 
 
 def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
-               activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, ranks="auto", rendezvous_timeout=TIMEOUT_S,
+               activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, ranks="auto", collectives=NCCL, rendezvous_timeout=TIMEOUT_S,
                place: Launch | None = None, **drafting) -> Model:
     """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open. An open Model is returned as it is.
 
@@ -61,7 +61,7 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto"
         return model
     tp = default_tp(model) if tp is None else tp
     given = {"tp": tp, "dcp": dcp, "decode_backend": decode_backend, "max_model_len": max_model_len, "max_batch": max_batch, "kv_cache_dtype": kv_cache_dtype,
-             "activation_dtype": activation_dtype, "prefix_cache": prefix_cache, "load_mode": load_mode, **drafting}
+             "activation_dtype": activation_dtype, "prefix_cache": prefix_cache, "load_mode": load_mode, "collectives": collectives, **drafting}
     job = open_job(ranks, place, model, draft_model, given, rendezvous_timeout)
     checkpoint = draft = None
     try:
@@ -69,6 +69,10 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto"
             chosen = _choose_backend(decode_backend, activation_dtype, job)
             kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
             activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
+            if choice("collectives", collectives, COLLECTIVES) == PEER and not (job and chosen == STANDARD):
+                why = f"decode_backend {chosen!r}" if job else "all ranks in one process"
+                raise UsageError(f"collectives: found {PEER!r} with {why}, where nothing crosses GPUs",
+                                 f"leave it out, or use decode_backend {STANDARD!r} with ranks 'processes'")
             for name, value, most in (("tp", tp, None), ("dcp", dcp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
                 _check_count(name, value, most)
             check_dcp(tp, dcp)
@@ -93,7 +97,7 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto"
             raise
         options = {"tp": tp, "dcp": dcp, "max_batch": max_batch + prefix_cache, "max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype, "loading": loading}
         if job:
-            backend = _in_job(job, checkpoint, chosen, options, activation_dtype, drafting)
+            backend = _in_job(job, checkpoint, chosen, options, activation_dtype, drafting, collectives)
         else:
             backend = _cuda(checkpoint, options, drafting) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype, drafting)
     finally:
@@ -146,9 +150,9 @@ def _choose_backend(decode_backend, activation_dtype, job: Job | None) -> str:
             raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {name!r} has its own precisions", "leave it out")
         from .cuda_driver import require_gpu
 
-        require_gpu()
-        if job:
-            job.choose_gpu()
+        if job and not probe_driver().problem:
+            job.choose_gpu()   # first: a rank that opens another's GPU, too, leaves a context there
+        require_gpu((job and job.device) or 0)
     return name
 
 
@@ -158,7 +162,7 @@ def _reference(checkpoint, options: dict, activation_dtype: str, drafting: Draft
     return NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, **options)
 
 
-def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: str, drafting: Drafting | None) -> Backend:
+def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: str, drafting: Drafting | None, collectives: str) -> Backend:
     job.meet()
     options["loading"] = job.share(options["loading"])
     if chosen == STANDARD:
@@ -167,7 +171,8 @@ def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: 
 
         def on_gpu(*_):
             open_device(job.device)
-            return CudaRank(checkpoint, job.communicator(), job.device, job.building, drafting=drafting, **{name: value for name, value in options.items() if name != "tp"})
+            return CudaRank(checkpoint, job.communicator(), job.device, job.building, collectives, drafting=drafting,
+                            **{name: value for name, value in options.items() if name != "tp"})
 
         return job.load(on_gpu)
     from .numpy_backend import NumpyBackend, fitting_length

@@ -25,7 +25,7 @@ from .shared_load import SharedLoading
 log = logging.getLogger("k3cuda")
 
 MAX_TIMEOUT_S = 86_400
-SHARE_GPU = "K3CUDA_SHARE_GPU"   # test switch: all ranks of this machine use one GPU
+SHARE_GPU = "K3CUDA_SHARE_GPU"   # test switch: ranks of this machine share its GPUs, as evenly as they can
 _SECRET_BYTES = 32
 _ended: list["Job"] = []         # of this process, under a launcher: there is but one
 
@@ -80,11 +80,11 @@ class Job:
 
     def choose_gpu(self) -> None:
         """Sets `device`, the index of this rank's GPU. Raises DeviceError where there are fewer than ranks, or no NCCL."""
+        visible = len(probe_driver().gpus)
         if os.environ.get(SHARE_GPU):
-            nccl.share_one_gpu(self.rank)
-            self.device = 0
+            nccl.share_gpus(self.rank)
+            self.device = self.rank % max(visible, 1)
         else:
-            visible = len(probe_driver().gpus)
             if self._place is None and visible < self.tp:   # all of them are to be here
                 raise DeviceError(f"tp: found {self.tp}, but {visible} GPU{'s are' if visible != 1 else ' is'} visible here",
                                   f"use a tp of at most {visible}, or start ranks on several machines by a launcher")

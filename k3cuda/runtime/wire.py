@@ -6,7 +6,7 @@ import operator
 import socket
 import struct
 
-from ..errors import CheckpointError, DeviceError, K3Error, NumericalError, OutOfMemory, PromptTooLong, RankDied, UsageError
+from ..errors import CheckpointError, DeviceError, ExchangeTimeout, K3Error, NumericalError, OutOfMemory, PromptTooLong, RankDied, RanksDiffer, UsageError
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
@@ -14,6 +14,7 @@ HEAD_BYTES = _LENGTH.size + DIGEST_BYTES
 MAX_MESSAGE = 64 << 20   # bytes: a step whose draws have penalties over a text of a million tokens needs a tenth of it
 # What an error of another process is here: whoever catches a kind of error on one rank catches it on all.
 _KINDS = {kind.code: kind for kind in (UsageError, CheckpointError, OutOfMemory, DeviceError, PromptTooLong, NumericalError, RankDied)}
+_NAMED = {kind.__name__: kind for kind in (ExchangeTimeout, RanksDiffer)}   # which share the code of another
 
 
 class LinkLost(Exception):
@@ -97,10 +98,10 @@ def told(error: BaseException) -> dict:
         error = OutOfMemory("not enough memory", "close other programs, or lower --max-model-len")
     elif not isinstance(error, K3Error):
         error = K3Error(f"{type(error).__name__}: {error}", "run again with -v for the traceback, and please report it")
-    return {"code": error.code, "message": error.message, "hint": error.hint}
+    return {"code": error.code, "kind": type(error).__name__, "message": error.message, "hint": error.hint}
 
 
 def raised(message: dict, where: str = "") -> K3Error:
     """The error that `told` made, with the same exit code; `where` says whose it is."""
-    kind = _KINDS.get(message.get("code"), K3Error)
+    kind = _NAMED.get(message.get("kind"), _KINDS.get(message.get("code"), K3Error))
     return kind(where + str(message.get("message")), str(message.get("hint", "")))

@@ -1,5 +1,7 @@
-"""The standard path as several processes with real NCCL, on as many GPUs as there are; all on one by the test switch where they are fewer than
-ranks. Every rank draws the same tokens, and logits have the bytes of one rank; where ranks hold the cache together, those of virtual ranks that do."""
+"""The standard path as several processes, with real NCCL and with the exchange inside a kernel, on as many GPUs as there are; by the test switch several
+ranks on each where they are fewer than ranks. Every rank draws the same tokens, and logits have the bytes of one rank; where ranks hold the cache
+together, those of virtual ranks that do. Each case can run alone, in less than a minute (but for the long texts) where all ranks share a GPU.
+"""
 import json
 import subprocess
 import sys
@@ -10,104 +12,134 @@ import pytest
 pytestmark = pytest.mark.gpu
 pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
 
-from command import ENVIRONMENT, ROOT  # noqa: E402
+from command import ENVIRONMENT, ROOT, k3  # noqa: E402
 from models import relative  # noqa: E402
 
-from k3cuda.runtime.machine import probe_driver  # noqa: E402
+from k3cuda.runtime.machine import architecture, probe_driver  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 from k3cuda.runtime.write_checkpoint import write_checkpoint  # noqa: E402
 
+CONFIG = made_config(head_dim=128, v_head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512)
+
 # Teacher-forced logits of `forced` tokens; then a slot that takes steps of so many rows as `before` says, a verify step of four rows of which two stand,
-# and the step behind it; then `tokens` drawn tokens behind each of `prompts`, with `drafts` drafts a step.
+# and the step behind it; then `tokens` drawn tokens behind each of `prompts`, with `drafts` drafts a step. Says on stderr when each part was done.
 SCRIPT = """
-import json, sys
+import json, sys, time
+begun = time.monotonic()
 import numpy as np
 from k3cuda import LLM, SamplingParams
 from k3cuda.runtime.backend import StepRows
 model, out, tp, dcp, forced, before, drafts, prompts, tokens = json.loads(sys.argv[1])
 ids = np.random.default_rng(1).integers(0, 300, 200).astype(np.int32)
 draft = {"draft_model": "tiny-random-draft", "num_drafts": drafts} if drafts else {}
-ranks = "processes" if out.endswith("processes.npy") else "virtual"
-with LLM(model, tp=tp, dcp=dcp, ranks=ranks, decode_backend="standard", max_model_len=256, max_batch=2, **draft) as llm:
+how = out.rpartition("-")[2].removesuffix(".npy")
+ranks = {"ranks": "virtual"} if how == "virtual" else {"ranks": "processes", "collectives": how}
+done_with = lambda what: print(f"tp {tp} {how}: {what} {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+with LLM(model, tp=tp, dcp=dcp, **ranks, decode_backend="standard", max_model_len=256, max_batch=2, **draft) as llm:
+    done_with("loaded")
     be, found, done = llm.backend, [llm.logits(ids[:forced])] if forced else [], 0
+    done_with("forced")
     be.open_slot(0, range(be.num_pages // 2))
     for n, stand in [*([n, n] for n in before), (4, 2), (4, 4)]:
         be.step(StepRows(ids[done:done + n], np.zeros(n, np.int32), np.arange(done, done + n, dtype=np.int32), np.arange(n, dtype=np.int32)))
         found.append(np.array(be.logits()))
         be.commit(np.arange(n) < stand)
         done += stand
+        done_with(f"step of {n}")
     np.save(out, np.concatenate(found))
     params = [SamplingParams(max_tokens=tokens, seed=5, temperature=float(i == 0), ignore_eos=True) for i in range(len(prompts))]
     outputs = llm.generate(prompts, params) if prompts else []
+    done_with("text")
     held = sum(a.nbytes for arrays in be._weights[0].values() for a in arrays)
     print(json.dumps({"ranks": be.ranks, "tokens": [o.token_ids for o in outputs], "bytes": held, "cache": be.buffer("mla_cache").nbytes,
                       "proposed": sum(o.stats.speculative.proposed for o in outputs if drafts)}))
+done_with("closed")
 """
-PROMPTS = [[5, 80, 200], [7] * 70]
-# Ranks -> tokens that are teacher-forced, prompts, tokens drawn behind each: on one GPU a collective of 8 or 16 ranks takes 0.2 to 0.6 s.
-STEPS = {2: (60, PROMPTS, 200), 4: (60, PROMPTS, 200), 8: (8, [], 0), 16: (8, [], 0)}
+PROMPTS, LONG_PROMPTS = [[5, 80, 200, 17], [7] * 4], [[5, 80, 200], [7] * 70]
+# Ranks -> prompts, tokens drawn behind each: where 8 or 16 ranks share a GPU a step takes one or two seconds.
+TEXT = {2: (PROMPTS, 8), 4: (PROMPTS, 8), 8: ([], 0), 16: ([], 0)}
+HOW = "nccl", "peer"
 LIMIT = 2e-3   # of caches that are split against whole ones: see test_standard_split.py
 
 
-def launch(model, out, tp, *asked) -> tuple[np.ndarray, dict]:
-    """(logits, what the script says). `out`: a path that ends with "processes.npy" where ranks are processes."""
-    share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp and str(out).endswith("processes.npy") else {}
+def compile_ahead(out, model, how, tp, dcp, forced, before, drafts, *text) -> None:
+    """What `launch` will look for: else every rank compiles it, each for itself."""
+    rows = sorted({2, 4, 8, *before, forced or 2})
+    draft = ["--draft-model", "tiny-random-draft", "--num-speculative-tokens", drafts] if drafts else []
+    k3("compile", model, "--tp", tp, "--dcp", dcp, "--ranks", "virtual" if how == "virtual" else "processes", "--rows", ",".join(map(str, rows)),
+       "--arch", architecture(probe_driver().gpus[0].compute_capability), "--output", out, *draft)
+
+
+def launch(model, out, cubins, tp, *asked) -> tuple[np.ndarray, dict]:
+    """(logits, what the script says). `out`: a path that ends with how ranks are joined: -virtual.npy, -nccl.npy or -peer.npy."""
+    share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp and not str(out).endswith("virtual.npy") else {}
     words = json.dumps([str(model), str(out), tp, *asked])
-    done = subprocess.run([sys.executable, "-c", SCRIPT, words], env=ENVIRONMENT | share, cwd=ROOT, capture_output=True, timeout=1200)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    env = ENVIRONMENT | share | {"K3CUDA_CUBIN_DIR": str(cubins)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, words], env=env, cwd=ROOT, stdout=subprocess.PIPE, timeout=600)
+    assert done.returncode == 0
     return np.load(out), json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "model"
-    sizes = {"head_dim": 128, "v_head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "kv_lora_rank": 512}
-    write_checkpoint(MadeCheckpoint(made_config(**sizes), seed=3), path)
+    write_checkpoint(MadeCheckpoint(CONFIG, seed=3), path)
     return path
 
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """`launch` of (ranks' kind, model or None for the made one, what `launch` takes behind its `out`), each once."""
+    """`launch` of (how ranks are joined, model or None for the made one, what `launch` takes behind its `out`), each once."""
     found = {}
 
-    def run(kind, model, *asked):
-        key = json.dumps([kind, model, *asked])
+    def run(how, model, *asked):
+        key = json.dumps([how, model, *asked])
         if key not in found:
-            found[key] = launch(model or folder, folder.parent / f"{len(found)}-{kind}.npy", *asked)
+            compile_ahead(folder.parent / "cubins", model or folder, how, *asked)
+            found[key] = launch(model or folder, folder.parent / f"{len(found)}-{how}.npy", folder.parent / "cubins", *asked)
         return found[key]
 
     return run
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4, 8, 16])
-def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, runs):
+def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, how, runs):
     """Also of rows that are verified and in part rejected, and of those behind them."""
-    forced, prompts, tokens = STEPS[tp]
-    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, forced, [8], 0, prompts, tokens) for kind, n in (("processes", tp), ("virtual", 1)))
-    assert said["ranks"] == "nccl" and alone["ranks"] == "virtual"
+    (logits, said), (wanted, alone) = runs(how, None, tp, 1, 0, [8], 0, *TEXT[tp]), runs("virtual", None, 1, 1, 0, [8], 0, *TEXT[tp])
+    assert said["ranks"] == how and alone["ranks"] == "virtual"
     assert logits.tobytes() == wanted.tobytes() and np.isfinite(logits).all()
     assert said["tokens"] == alone["tokens"]   # the processes compare theirs among themselves
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_draft_the_same(tp, runs):
+def test_two_hundred_tokens(tp, how, runs):
+    """More than a minute where four ranks share a GPU."""
+    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 60, [8], 0, LONG_PROMPTS, 200) for kind, n in ((how, tp), ("virtual", 1)))
+    assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_draft_the_same(tp, how, runs):
     """A draft cut over the same ranks: drafts, verdicts and tokens of one rank."""
-    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, 1, 20, [8], 3, PROMPTS, 60) for kind, n in (("processes", tp), ("virtual", 1)))
-    assert said["ranks"] == "nccl" and logits.tobytes() == wanted.tobytes()
-    assert said["tokens"] == alone["tokens"] and said["proposed"] == alone["proposed"] > 60
+    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, 1, 0, [8], 3, PROMPTS, 12) for kind, n in ((how, tp), ("virtual", 1)))
+    assert said["ranks"] == how and logits.tobytes() == wanted.tobytes()
+    assert said["tokens"] == alone["tokens"] and said["proposed"] == alone["proposed"] > 12
 
 
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp, dcp", [(2, 2), (4, 2), (4, 4)])
-def test_ranks_hold_the_cache_together(tp, dcp, runs):
-    asked = 4, [60, 60], 0, PROMPTS, 40
-    (logits, said), (wanted, alone), (whole, all_of_it) = (runs(kind, None, tp, n, *asked) for kind, n in (("processes", dcp), ("virtual", dcp), ("virtual", 1)))
-    assert said["ranks"] == "nccl" and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
+def test_ranks_hold_the_cache_together(tp, dcp, how, runs):
+    asked = 0, [60, 60], 0, PROMPTS, 4
+    (logits, said), (wanted, alone), (whole, all_of_it) = (runs(kind, None, tp, n, *asked) for kind, n in ((how, dcp), ("virtual", dcp), ("virtual", 1)))
+    assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
     assert 0 < relative(logits, whole) < LIMIT and said["cache"] * dcp == all_of_it["cache"]
 
 
 def test_sixteen_ranks_hold_half_of_what_eight_hold(runs):
     """But for what is whole on every rank, which in a small model is more than in the release."""
-    eight, sixteen = (runs("processes", None, tp, 1, 8, [8], 0, [], 0)[1]["bytes"] for tp in (8, 16))
+    eight, sixteen = (runs("nccl", None, tp, 1, 0, [8], 0, [], 0)[1]["bytes"] for tp in (8, 16))
     assert 0.5 <= sixteen / eight < 0.7

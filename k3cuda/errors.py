@@ -58,6 +58,13 @@ class OutOfMemory(K3Error):
     code = 4
 
 
+def out_of_memory(error: MemoryError) -> OutOfMemory:
+    """Which memory it was: CuPy's error of a full GPU is a MemoryError too."""
+    if type(error).__module__.startswith("cupy"):
+        return OutOfMemory(f"not enough GPU memory: {error}", "end what else uses the GPU (nvidia-smi lists it), or lower --max-model-len")
+    return OutOfMemory("not enough host memory", "close other programs, or lower --max-model-len")
+
+
 class DeviceError(K3Error):
     """No usable GPU, driver too old, architecture unsupported, NVRTC or NCCL missing."""
 

@@ -1,4 +1,5 @@
 """`k3cuda generate` and `chat`: results, streams, flags and exit codes, in processes of their own."""
+import importlib
 import json
 import os
 
@@ -186,6 +187,17 @@ def test_chat_from_a_pipe_keeps_the_conversation():
     assert len(prompts) == 2 and prompts[1] > prompts[0] + 6   # the first turn, its answer and the second
     assert k3("chat", "tiny-random", stdin=b"").stdout == b""
     assert k3("chat", "tiny-random", "-c", 60, "-s", 1, stdin=b"x" * 99 + b"\n", code=6).stdout == b""
+
+
+@pytest.mark.parametrize("module, wanted", [("cupy.cuda.memory", "not enough GPU memory: allocating 5 bytes"), ("builtins", "not enough host memory")])
+def test_which_memory_is_full_is_told(monkeypatch, capsys, module, wanted):
+    """CuPy's error is a MemoryError too: a full GPU was called a full machine."""
+    def full(*args):
+        raise type("Full", (MemoryError,), {"__module__": module})("allocating 5 bytes")
+
+    monkeypatch.setattr(importlib.import_module("k3cuda.cli.bench"), "config_of", full)   # by name: the package has a group of that name
+    assert main(["bench", "step", "--rank", "3"], standalone_mode=False) == 4
+    assert capsys.readouterr().err.startswith(f"Error: {wanted}\n")
 
 
 def test_unexpected_errors_are_pointed_at_and_shown_with_v(tmp_path):

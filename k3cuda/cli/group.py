@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import click
 
-from ..errors import K3Error, OutOfMemory
+from ..errors import K3Error, OutOfMemory, out_of_memory
 from . import output
 
 log = logging.getLogger("k3cuda")
@@ -115,8 +115,8 @@ class Group(click.Group):
             return READER_GONE
         except (K3Error, click.ClickException) as e:
             return self._failed(e, e.code if isinstance(e, K3Error) else e.exit_code)
-        except MemoryError:
-            return self._failed(OutOfMemory("not enough host memory", "close other programs, or lower --max-model-len"), OutOfMemory.code)
+        except MemoryError as e:
+            return self._failed(out_of_memory(e), OutOfMemory.code)
         except Exception as e:
             if isinstance(e, OSError) and e.errno in output.FULL:   # --help and --version, which click prints itself
                 e = output.unwritable(e)

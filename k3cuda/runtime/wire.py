@@ -6,7 +6,8 @@ import operator
 import socket
 import struct
 
-from ..errors import CheckpointError, DeviceError, ExchangeTimeout, K3Error, NumericalError, OutOfMemory, PromptTooLong, RankDied, RanksDiffer, UsageError
+from ..errors import (CheckpointError, DeviceError, ExchangeTimeout, K3Error, NumericalError, OutOfMemory, PromptTooLong, RankDied, RanksDiffer, UsageError,
+                      out_of_memory)
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
@@ -95,7 +96,7 @@ def receive_into(sock: socket.socket, target: memoryview) -> None:
 def told(error: BaseException) -> dict:
     """An error as a message."""
     if isinstance(error, MemoryError):
-        error = OutOfMemory("not enough memory", "close other programs, or lower --max-model-len")
+        error = out_of_memory(error)
     elif not isinstance(error, K3Error):
         error = K3Error(f"{type(error).__name__}: {error}", "run again with -v for the traceback, and please report it")
     return {"code": error.code, "kind": type(error).__name__, "message": error.message, "hint": error.hint}

@@ -101,7 +101,8 @@ def _run(rank: int, port: int, token: str, given, work, server: Server | None = 
     with stream:
         found = work(comm, device, stream)
     if rank == 0:
-        nccl_settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+        # NCCL_VERSION is an image's, and may be of another NCCL than the one that is used.
+        nccl_settings = {name: value for name, value in os.environ.items() if name.startswith("NCCL_") and name != "NCCL_VERSION"}
         document = {**surroundings(device, Path(sys.argv[0]).name), **facts, "nccl_settings": nccl_settings, "init_s": started, **found}
         text = json.dumps(document, indent=1) + "\n"
         given.output.write_text(text) if given.output else print(text, end="")

@@ -137,16 +137,21 @@ class StepBench:
     def stages(self, names=()) -> list[dict]:
         """Microseconds of every stage: its operations of all layers in turn, behind one another, with the memory that they find.
 
+        Each finds buffers as the step leaves them, and one list of experts for all its layers: the last one's.
         Raises BenchmarkError: a stage reads faster than the memory can, though not from a cache.
         """
-        bucket = bucket_of(self.rows)
-        experts, groups = self.count_experts(), {}
+        bucket, groups = bucket_of(self.rows), {}
         for ops, launches in [*launch_groups(self.backend, "step", bucket), *launch_groups(self.backend, "commit", bucket)]:
             if not names or ops[0].stage.name in names:
                 members = groups.setdefault(ops[0].stage.name, ([], []))
                 members[0].extend(ops)
                 members[1].extend(launches)
-        found = [self._stage(name, ops, launches, self.bytes(experts)) for name, (ops, launches) in groups.items()]
+        found = []
+        for name, (ops, launches) in groups.items():
+            self.restore()
+            self.backend.replay("step", bucket)   # a stage repeated alone, a mix above all, leaves what no step would
+            listed = self._listed_experts()
+            found.append(self._stage(name, ops, launches, self.bytes({op.layer: listed for op in ops})))
         self.restore()
         return found
 
@@ -170,10 +175,14 @@ class StepBench:
             for launch in launches:
                 launch.launch()
             if op.stage.name == "route":
-                self.backend.stream.synchronize()
-                counts[op.layer] = len(np.unique(self.memory.buffer("expert_ids")[:self.rows].get()))
+                counts[op.layer] = self._listed_experts()
         self.backend.stream.synchronize()
         return counts
+
+    def _listed_experts(self) -> int:
+        """Distinct experts of the choice that the last router left."""
+        self.backend.stream.synchronize()
+        return len(np.unique(self.memory.buffer("expert_ids")[:self.rows].get()))
 
     def replay(self) -> dict[str, np.ndarray]:
         """`outputs` of the placed step, run as it is timed; states stay."""

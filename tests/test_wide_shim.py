@@ -16,7 +16,7 @@ from k3cuda.emit import SUMMED_ROWS  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER, STACK  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
-WIDE, NARROW = 128, 64
+WIDE, NARROW, WIDEST = 128, 64, 512   # the widest: two tiles of tokens share the expansion of an expert's weights
 # Neighbours of one slot, none across row 64; padding at the end, since a step has nothing behind it.
 SLOT = np.repeat([3, 0, 5, 1, 7, 9, 2, 4], [37, 1, 9, 17, 1, 3, 52, 6])
 LIVE = len(SLOT)
@@ -30,7 +30,7 @@ CHAIN = ("route", "expert_up", "moe_down")   # the list of experts passes betwee
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
-    found = {rows: Kernels(rows, 1, True, STAGES, folder / str(rows), CHOICE) for rows in (WIDE, NARROW)}
+    found = {rows: Kernels(rows, 1, True, {s: STAGES[s] for s in CHAIN} if rows == WIDEST else STAGES, folder / str(rows), CHOICE) for rows in (WIDE, NARROW, WIDEST)}
     return {rows: (k, Memory(k.plan, k.source)) for rows, k in found.items()}
 
 
@@ -73,14 +73,14 @@ def run(machine, stages, rows, given):
     return outputs
 
 
-@pytest.mark.parametrize("stages", [(s,) for s in STAGES if s not in CHAIN] + [CHAIN], ids="+".join)
-def test_rows_have_the_bytes_of_a_small_step(machines, stages):
-    rng, (kernels, memory) = np.random.default_rng(len(stages[0])), machines[WIDE]
+@pytest.mark.parametrize("stages, wide", [((s,), WIDE) for s in STAGES if s not in CHAIN] + [(CHAIN, WIDE), (CHAIN, WIDEST)], ids=lambda x: "+".join(x) if isinstance(x, tuple) else str(x))
+def test_rows_have_the_bytes_of_a_small_step(machines, stages, wide):
+    rng, (kernels, memory) = np.random.default_rng(len(stages[0])), machines[wide]
     ops = [kernels.last(s) for s in stages]
     made = {out for op in ops for out in op.stage.outputs}
     inputs = dict.fromkeys(n for op in ops for n in op.stage.inputs if n not in made and n not in ("row_slot", "page_table"))
     given = {n: values(n, memory.buffer(n).shape, rng) for n in inputs}
-    got = run(machines[WIDE], stages, np.arange(LIVE), given)
+    got = run(machines[wide], stages, np.arange(LIVE), given)
     for rows in (np.arange(64), np.arange(64, LIVE)):
         want = run(machines[NARROW], stages, rows, given)
         for name, array in want.items():
@@ -113,7 +113,7 @@ def test_ranks_add_up_what_a_small_step_stacks(tmp_path, tp, ride, rows):
         memory.meet(ranks)
         memory.arena[:] = 0xFF
         memory.buffer("row_slot")[:] = 0
-        memory.buffer("token_ids")[:] = np.arange(256) * 3 % 256
+        memory.buffer("token_ids")[:] = np.arange(len(memory.buffer("token_ids"))) * 3 % 256
 
     def run(stage):
         for memory in ranks:

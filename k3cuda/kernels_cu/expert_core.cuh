@@ -9,7 +9,7 @@ constexpr int kEntryTokens = kTokenTile;
 // entry[i] = expert | first item << 16, entry[entries] = items << 16; item = row * top_k + place.
 template <int kMaxItems_>
 struct ExpertList {
-  static constexpr int kMaxItems = kMaxItems_;
+  static constexpr int kMaxItems = kMaxItems_, from = 0;
   int entries, items;
   u32 entry[kMaxItems + 1];
   u16 item[kMaxItems];
@@ -24,6 +24,13 @@ K3_DEVICE void load_list(List& to, const List* from) {
   static_assert(sizeof(List) % 4 == 0, "copied in words");
   for (int i = threadIdx.x; i < int(sizeof(List) / 4); i += blockDim.x) ((u32*)&to)[i] = ((volatile const u32*)from)[i];
   __syncthreads();
+}
+
+// A list's units that a block works on: `blocks`, all of the grid, take equal runs.
+struct UnitRun { int begin, end; };
+K3_DEVICE UnitRun unit_run(int units, int blocks) {
+  const int per = units / blocks, more = units % blocks, begin = int(blockIdx.x) * per + min_of(blockIdx.x, more);
+  return {begin, begin + per + (int(blockIdx.x) < more)};
 }
 
 constexpr int aligned16(int n) { return (n + 15) / 16 * 16; }
@@ -64,6 +71,7 @@ struct ExpertUpShape {
   typedef List_ List;
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kTokens = kTokens_, kWK = kWK_, kThreads = kWK * kWarpSize;
   static constexpr int kWarpLeaves = kLeaves / kWK, kLeafBytes = mxfp4_leaf_bytes(kGroups), kChunk = kWarpLeaves * kLeafBytes;
+  static constexpr int kTokenTiles = (kTokens + kTokenTile - 1) / kTokenTile;   // they share the expansion of a weight
   static constexpr int kSlots = max_of(1, min_of(kWarpSize, kRing_ / (kWK * kChunk)));
   static constexpr int kTokenStride = kTileRows + 4, kPartial = kTokens * kTokenStride;   // floats
   static constexpr int kBuffers = 2;                                                      // units whose leaf sums are on their way
@@ -72,6 +80,7 @@ struct ExpertUpShape {
   static constexpr int kListAt = kPartialAt + aligned16(max_of(kBuffers * 2 * kWK * kPartial * 4, kScratch_));
   static constexpr int kSmem = kListAt + sizeof(List);
   static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
+  static_assert(kTokenTiles == 1 || kWarpLeaves == 1, "registers hold one leaf of the tokens of two tiles");
 };
 
 // w: [expert][gate tile 0, up tile 0, gate tile 1, ...][leaf]. epilogue(item, row, gate, up): row of the expert's gate or up.
@@ -91,47 +100,58 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
     barrier_init(taken + threadIdx.x, S::kWK * kWarpArrivals);
   }
   make_list(list, smem + S::kPartialAt);
-  const int units = list.entries * tile_pairs, per = units / blocks, more = units % blocks;
-  const int begin = int(blockIdx.x) * per + min_of(blockIdx.x, more), end = begin + per + (int(blockIdx.x) < more);
+  const UnitRun run = unit_run(list.entries * tile_pairs, blocks);
+  const int begin = run.begin, end = run.end;
   auto source = [&](int k) -> const u8* {   // of a tile of this block, counted from its first; null: there is none
     int at = begin * 2 + k;
     if (at >= end * 2) return nullptr;
     int entry = at / (2 * tile_pairs), tile = at - entry * 2 * tile_pairs;
-    return w + size_t((entry_expert(list.entry[entry]) * 2 * tile_pairs + tile) * S::kWK + warp_id()) * S::kChunk;
+    return w + size_t((entry_expert(list.entry[entry - list.from]) * 2 * tile_pairs + tile) * S::kWK + warp_id()) * S::kChunk;
   };
   if (lane_id() < S::kSlots) ring.fill(lane_id(), source(lane_id()));
   __syncwarp();
-  uint4 held[S::kWarpLeaves * S::kGroups];
+  uint4 held[S::kTokenTiles][S::kWarpLeaves * S::kGroups];
 #pragma unroll 1
   for (int turn = 0; begin + turn < end; ++turn) {
-    const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs;
-    const int first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
+    const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs, at = entry - list.from;
+    const int first = entry_first(list.entry[at]), count = entry_first(list.entry[at + 1]) - first;
     if (turn == 0 || pair == 0) {   // another entry
       // Columns beyond the entry's items are the last item's once more: nobody looks at them.
-      const u32 row = list.item[first + min_of(lane_id() / 4, count - 1)] / top_k;
-      const uint4* mine = (const uint4*)x + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
       K3_UNROLL
-      for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[i] = load_activations(mine + i * 4);
+      for (int n = 0; n < S::kTokenTiles; ++n) {
+        const u32 row = list.item[first + min_of(n * kTokenTile + lane_id() / 4, count - 1)] / top_k;
+        const uint4* mine = (const uint4*)x + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
+        K3_UNROLL
+        for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = load_activations(mine + i * 4);
+      }
       K3_UNROLL
-      for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[i] = scale_tokens(held[i]);
+      for (int n = 0; n < S::kTokenTiles; ++n)
+        K3_UNROLL
+        for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = scale_tokens(held[n][i]);
     }
     const int buffer = turn % S::kBuffers;
     const u32 parity = turn / S::kBuffers & 1;
     float* partial = partials + buffer * 2 * S::kWK * S::kPartial;
 #pragma unroll 1
     for (int t = 0; t < 2; ++t) {   // not unrolled: x and one tile fill the registers
-      float sum[4];
+      float sum[S::kTokenTiles][4];
       const int k = 2 * turn + t;
       const u8* next = source(k + S::kSlots);
-      mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum, ring.take(k), held);
+      const u8* weights = ring.take(k);
+      if constexpr (S::kTokenTiles == 1) mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[0], weights, held[0]);
+      else mxfp4_leaf_of_tiles<S::kGroups>(sum, weights, held, count > kTokenTile);
       __syncwarp();
       if (lane_id() == 0) ring.fill(k + S::kSlots, next);
       if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
       float* to = partial + (t * S::kWK + warp_id()) * S::kPartial + lane_id() / 4;
       K3_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        int token = lane_id() % 4 * 2 + i % 2;
-        if (token < S::kTokens) to[token * S::kTokenStride + i / 2 * 8] = sum[i];
+      for (int n = 0; n < S::kTokenTiles; ++n) {
+        if (n && count <= n * kTokenTile) break;
+        K3_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int token = n * kTokenTile + lane_id() % 4 * 2 + i % 2;
+          if (token < S::kTokens) to[token * S::kTokenStride + i / 2 * 8] = sum[n][i];
+        }
       }
     }
     __syncwarp();
@@ -142,8 +162,9 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
 #pragma unroll 1
       for (int v = i; v < count * kTileRows; v += S::kThreads) {
         const float* p = partial + v / kTileRows * S::kTokenStride + v % kTileRows;
-        epilogue(list.item[first + v / kTileRows], pair * kTileRows + v % kTileRows,
-                 tree_sum<S::kWK>(p, S::kPartial), tree_sum<S::kWK>(p + S::kWK * S::kPartial, S::kPartial));
+        const float gate = tree_sum<S::kWK>(p, S::kPartial);
+        if (S::kTokenTiles > 1) asm volatile("" ::: "memory");   // x fills the registers: not the loads of both at once
+        epilogue(list.item[first + v / kTileRows], pair * kTileRows + v % kTileRows, gate, tree_sum<S::kWK>(p + S::kWK * S::kPartial, S::kPartial));
       }
       __syncwarp();
     }

@@ -63,6 +63,39 @@ K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x) {
 template <int kGroups>
 K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x) { mxfp4_leaf_with<kGroups>(sum, leaf, [&](int g) { return x[g]; }); }
 
+// The same against kTokenTiles tiles of tokens: every weight is expanded once. `all`: of the first tile alone if not.
+template <int kGroups, int kTokenTiles>
+K3_DEVICE void mxfp4_leaf_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaf, const uint4 (&x)[kTokenTiles][kGroups], bool all) {
+  const uint4* words = (const uint4*)leaf + lane_id();
+  const uint2* scales = (const uint2*)(leaf + kGroups * 256) + lane_id() / 4;
+  K3_UNROLL
+  for (int i = 0; i < kTokenTiles * 4; ++i) (&sum[0][0])[i] = 0.f;
+  uint2 exponents;
+  uint4 w;
+  K3_UNROLL
+  for (int g = 0; g < kGroups; ++g) {
+    if (g % 4 == 0) exponents = scales[g / 4 * 8];
+    if (g % 2 == 0 && g + 1 < kGroups) w = words[g / 2 * kWarpSize];
+    if (g % 2 == 0 && g + 1 == kGroups) {
+      const uint2 odd = ((const uint2*)(leaf + g * 256))[lane_id()];
+      w.x = odd.x, w.y = odd.y;
+    }
+    const uint4 first = expand_mxfp4(g % 2 ? w.z : w.x), second = expand_mxfp4(g % 2 ? w.w : w.y);
+    const float low = scale_factor(exponents.x, g % 4), high = scale_factor(exponents.y, g % 4);
+    K3_UNROLL
+    for (int n = 0; n < kTokenTiles; ++n) {
+      if (n && !all) break;
+      float c[4] = {0.f, 0.f, 0.f, 0.f};
+      mma(c, first, x[n][g].x, x[n][g].y);
+      mma(c, second, x[n][g].z, x[n][g].w);
+      sum[n][0] = fmaf(c[0], low, sum[n][0]);
+      sum[n][1] = fmaf(c[1], low, sum[n][1]);
+      sum[n][2] = fmaf(c[2], high, sum[n][2]);
+      sum[n][3] = fmaf(c[3], high, sum[n][3]);
+    }
+  }
+}
+
 // Leaves kFirst onward of one tile, neighbours added first.
 template <int kGroups, int kFirst, int kCount>
 K3_DEVICE void mxfp4_leaves(float (&sum)[4], const u8* leaves, const uint4* x) {

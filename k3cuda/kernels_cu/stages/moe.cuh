@@ -1,6 +1,7 @@
 // LatentMoE: router and latent beside the shared expert's way up, the choice beside its way down, the routed experts, their norm and way back.
 #pragma once
 #include "expert_wide.cuh"
+#include "list_wide.cuh"
 #include "norm_wide.cuh"
 #include "stages/common.cuh"
 #include "route_core.cuh"
@@ -90,14 +91,18 @@ constexpr bool kListed = kRows > kDecodeRows;   // a wide step lists the experts
 typedef ExpertList<kMaxItems> StepExperts;
 K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
 
-// One block of a wide step lists who needs which expert.
+// Items of an entry. In a step of 512 rows and more an expert has nine or more on average: two tiles of tokens share its expansion, where
+// registers hold them.
+constexpr bool kTwoTiles = kRows >= 512 && max_of(kExpertW13Steps, kExpertW2Steps) <= 8;
+constexpr int kStepEntryTokens = kTwoTiles ? 2 * kEntryTokens : kEntryTokens;
+
+// Blocks of a wide step list who needs which expert, each some of the experts.
 struct route_list : StageDefaults {
-  static constexpr int kBlocks = 1, kThreads = 512;
-  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
+  static constexpr int kBlocks = 16, kThreads = 512;
+  typedef WideListShape<kNumExperts, kNumExpertsPerToken, kRows, kBlocks, kThreads, kStepEntryTokens> Shape;
   static __device__ void run(const Step& s, const OpArgs&) {
-    __shared__ ListSmem<Shape> smem;
-    StepExperts& to = *step_experts(s);
-    list_experts<Shape>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, smem, [] {
+    __shared__ WideListSmem<Shape> smem;
+    list_wide<Shape>(expert_ids(s), row_slot(s), *step_experts(s), smem, [] {
       grid_wait();
       grid_launch_next();
     });
@@ -115,25 +120,39 @@ struct ListMaker {
   }
 };
 
+// With two tiles of tokens a warp has one leaf in place of two, and one block of twice the warps has the multiprocessor for itself.
 struct expert_up : StageDefaults {
-  static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize;
-  typedef ListMaker<kThreads> List;
+  static constexpr int kWarps = min_of(kExpertW13Leaves, kTwoTiles ? 16 : 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
+  static constexpr int kResident = kTwoTiles ? 1 : 2, kBlocks = kResident * kSms, kRing = (kTwoTiles ? 124 : 62) * 1024;
+  static constexpr int kMostEntries = min_of(kMaxItems, kNumExperts + kMaxItems / kStepEntryTokens);
+  template <bool kIsSlice, class Unused = void>
+  struct Entries {   // all of them, made here
+    typedef StepExperts List;
+    typedef ListMaker<kThreads> Maker;
+    static constexpr int kScratch = Maker::kScratch;
+    template <class Ready> static __device__ void make(const Step& s, List& list, u8* scratch, Ready&& ready) { Maker::make(s, list, scratch, ready); }
+  };
+  template <class Unused>
+  struct Entries<true, Unused> {   // those of a block, which a kernel before has listed
+    typedef ExpertSlice<ceil_div(ceil_div(kMostEntries * kTilePairs, kBlocks), kTilePairs) + 1, kStepEntryTokens> List;
+    static constexpr int kScratch = 0;
+    template <class Ready> static __device__ void make(const Step& s, List& list, u8*, Ready&& ready) {
+      ready();
+      load_slice(list, *step_experts(s), kTilePairs, kBlocks);
+    }
+  };
+  typedef Entries<kListed> Own;
   // One row: as if two, which takes fewer registers.
-  typedef ExpertUpShape<kExpertW13Leaves, kExpertW13Steps, StepExperts, min_of(max_of(kRows, 2), kEntryTokens), kWarps, 62 * 1024, List::kScratch> Shape;
-  static constexpr int kResident = 2, kBlocks = kResident * kSms, kSmem = Shape::kSmem;
+  typedef ExpertUpShape<kExpertW13Leaves, kExpertW13Steps, Own::List, min_of(max_of(kRows, 2), kStepEntryTokens), kWarps, kRing, Own::kScratch> Shape;
+  static constexpr int kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    auto ready = [] {
-      grid_wait();
-      grid_launch_next();
-    };
-    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
-                             kBlocks, smem,
-      [&](StepExperts& list, u8* scratch) {
-        if constexpr (kListed) {
-          ready();
-          load_list(list, step_experts(s));
-        } else List::make(s, list, scratch, ready);
+    expert_up_product<Shape>((const u8*)w_expert_w13(op), kTilePairs, moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken, kBlocks, smem,
+      [&](Own::List& list, u8* scratch) {
+        Own::make(s, list, scratch, [] {
+          grid_wait();
+          grid_launch_next();
+        });
       },
       [&](int item, int row, float gate, float up) {
         if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
@@ -168,7 +187,7 @@ struct moe_down : StageDefaults {
 
 // The same in a wide step, as two kernels.
 struct expert_items : StageDefaults {
-  typedef ExpertItemsShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems> Shape;
+  typedef ExpertItemsShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, 8, kStepEntryTokens> Shape;
   static constexpr int kBlocks = kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);

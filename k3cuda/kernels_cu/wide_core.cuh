@@ -184,6 +184,20 @@ K3_DEVICE f32x4 wide_tree(const f32x4* leaf) {
   }
 }
 
+// An epilogue(row, token, value, addend) whose addend(row, token) comes from memory: the adding kernel asks for those of all its values at
+// once, since no load passes the store of another value.
+template <class Addend, class Epilogue>
+struct Added {
+  Addend addend;
+  Epilogue epilogue;
+  K3_DEVICE void operator()(int row, int token, float v) const { epilogue(row, token, v, addend(row, token)); }
+};
+template <class A, class E> K3_DEVICE Added<A, E> added(const A& a, const E& e) { return {a, e}; }
+template <class E> K3_DEVICE float addend_of(const E&, int, int) { return 0; }
+template <class A, class E> K3_DEVICE float addend_of(const Added<A, E>& e, int row, int token) { return e.addend(row, token); }
+template <class E> K3_DEVICE void finish(const E& e, int row, int token, float v, float) { e(row, token, v); }
+template <class A, class E> K3_DEVICE void finish(const Added<A, E>& e, int row, int token, float v, float addend) { e.epilogue(row, token, v, addend); }
+
 // Adds leaf sums and finishes; epilogue as in row_product. wide_sum_blocks blocks of S::kThreads threads.
 template <class S, bool kPair, class Epilogue>
 K3_DEVICE void wide_sum(const f32x4* partial, Epilogue&& epilogue) {
@@ -196,10 +210,16 @@ K3_DEVICE void wide_sum(const f32x4* partial, Epilogue&& epilogue) {
   K3_UNROLL
   for (int t = 0; t < kTiles; ++t)   // an odd last tile has no neighbour: its place is not used
     v[t] = wide_tree<S::kLeaves>(partial + (size_t(min_of(tile + t, S::kTotal - 1)) * S::kTokenTiles + token_tile) * S::kLeaves * kWarpSize + lane_id());
-  K3_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const int row = tile / kTiles * kTileRows + lane_id() / 4 + i / 2 * 8, token = token_tile * kTokenTile + lane_id() % 4 * 2 + i % 2;
-    if constexpr (kPair) epilogue(row, token, (&v[0].x)[i], (&v[1].x)[i]);
-    else epilogue(row, token, (&v[0].x)[i]);
+  auto row_of = [&](int i) { return tile / kTiles * kTileRows + lane_id() / 4 + i / 2 * 8; };
+  auto token_of = [&](int i) { return token_tile * kTokenTile + lane_id() % 4 * 2 + i % 2; };
+  if constexpr (kPair) {
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) epilogue(row_of(i), token_of(i), (&v[0].x)[i], (&v[1].x)[i]);
+  } else {
+    float addend[4];
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) addend[i] = addend_of(epilogue, row_of(i), token_of(i));
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) finish(epilogue, row_of(i), token_of(i), (&v[0].x)[i], addend[i]);
   }
 }

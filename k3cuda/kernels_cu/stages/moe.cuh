@@ -239,10 +239,12 @@ struct routed_norm : RoutedNorm<kListed> {};
 
 struct latent_up : ProductStage<tiles_of(kOwnHiddenSize), kLatentUpLeaves, kLatentUpSteps> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
-    product<latent_up, Kernel>(s, w_latent_up(op), routed_normed(s), kRoutedExpertHiddenSize, [&](int row, int token, float v) {
-      int at = token * kOwnHiddenSize + row;
-      if (row < kOwnHiddenSize) put_moe_out_part(s, token, row, v + tree_sum<kRanks>(shared_parts(s) + at, kMaxRows * kOwnHiddenSize));
-    });
+    auto shared = [&](int row, int token) {
+      return row < kOwnHiddenSize ? tree_sum<kRanks>(shared_parts(s) + token * kOwnHiddenSize + row, kMaxRows * kOwnHiddenSize) : 0.f;
+    };
+    product<latent_up, Kernel>(s, w_latent_up(op), routed_normed(s), kRoutedExpertHiddenSize, added(shared, [&](int row, int token, float v, float addend) {
+      if (row < kOwnHiddenSize) put_moe_out_part(s, token, row, v + addend);
+    }));
   }
 };
 

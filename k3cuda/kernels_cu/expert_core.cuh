@@ -80,7 +80,6 @@ struct ExpertUpShape {
   static constexpr int kListAt = kPartialAt + aligned16(max_of(kBuffers * 2 * kWK * kPartial * 4, kScratch_));
   static constexpr int kSmem = kListAt + sizeof(List);
   static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
-  static_assert(kTokenTiles == 1 || kWarpLeaves == 1, "registers hold one leaf of the tokens of two tiles");
 };
 
 // w: [expert][gate tile 0, up tile 0, gate tile 1, ...][leaf]. epilogue(item, row, gate, up): row of the expert's gate or up.
@@ -139,7 +138,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       const u8* next = source(k + S::kSlots);
       const u8* weights = ring.take(k);
       if constexpr (S::kTokenTiles == 1) mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[0], weights, held[0]);
-      else mxfp4_leaf_of_tiles<S::kGroups>(sum, weights, held, count > kTokenTile);
+      else mxfp4_leaves_of_tiles<S::kGroups, 0, S::kWarpLeaves>(sum, weights, held, (count + kTokenTile - 1) / kTokenTile);
       __syncwarp();
       if (lane_id() == 0) ring.fill(k + S::kSlots, next);
       if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);

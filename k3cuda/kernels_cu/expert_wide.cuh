@@ -6,14 +6,14 @@
 //   kLeaves, kGroups  of this rank
 //   kRun              tiles of a unit: an entry, a leaf, a run of 16-row tiles. A warp takes units in turn, each its own
 //   kPair             tiles of one copy: neighbours lie side by side where there is one leaf
-//   kTokens           items of an entry, at most: one tile of tokens or two
+//   kTokens           items of an entry, at most: whole tiles of tokens
 template <int kLeaves_, int kGroups_, int kMaxItems_, int kRun_ = 8, int kTokens_ = kEntryTokens>
 struct ExpertItemsShape {
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRun = kRun_, kTokens = kTokens_, kTokenTiles = kTokens / kTokenTile;
-  static constexpr bool kAhead = kTokenTiles == 1;   // the next unit's tokens are loaded meanwhile; those of two tiles would not fit the registers
+  static constexpr bool kAhead = kTokenTiles == 1;   // the next unit's tokens are loaded meanwhile; those of several tiles would not fit the registers
   static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 16 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
   static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair;
-  // Fewer where leaves are long, or registers hold the tokens of two tiles.
+  // Fewer where leaves are long, or registers hold the tokens of several tiles.
   static constexpr int kWarps = min_of(kTokenTiles > 1 ? 12 : 16, kRing / (2 * (kChunk + 8))), kThreads = kWarps * kWarpSize;
   static constexpr int kSlots = min_of(8, kRing / (kWarps * (kChunk + 8)));
   static constexpr int kBarrierAt = kWarps * kSlots * kChunk, kSmem = kBarrierAt + kWarps * kSlots * 8;
@@ -105,7 +105,9 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
     for (int i = 0; i < S::kTokenTiles * S::kGroups; ++i) (&held[0][0])[i] = scale_tokens((&next[0][0])[i]);
     if (S::kAhead) load_x(next, next_item, u + 1);
     const int leaf = (own + u * warps) % each / runs, first = (own + u * warps) % runs * S::kRun;
-    const bool both = S::kTokenTiles > 1 && __shfl_sync(kFullWarp, item[S::kTokenTiles - 1], 0) >= 0;   // tokens of two tiles
+    int token_tiles = 1;                                                      // with tokens
+    K3_UNROLL
+    for (int t = 1; t < S::kTokenTiles; ++t) token_tiles += __shfl_sync(kFullWarp, item[t], 0) >= 0;
     int out[S::kTokenTiles][2];                                               // items of the columns that this lane has results of; -1: none
     K3_UNROLL
     for (int t = 0; t < S::kTokenTiles; ++t)
@@ -118,25 +120,30 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
 #pragma unroll 1
     for (int part = 0; part < S::kCopies; ++part) {
       barrier_wait(full + slot, parity);
-      float sum[S::kPair][S::kTokenTiles][4];
-      K3_UNROLL
-      for (int t = 0; t < S::kPair; ++t) {
+      auto one_tile = [&](int t) {
         const u8* weights = slots + slot * S::kChunk + t * S::kLeafBytes;
-        if constexpr (S::kTokenTiles == 1) mxfp4_leaf<S::kGroups>(sum[t][0], weights, held[0]);
-        else mxfp4_leaf_of_tiles<S::kGroups>(sum[t], weights, held, both);
-      }
-      __syncwarp();
-      issue(slot);
-      if (++slot == S::kSlots) slot = 0, parity ^= 1;
-      K3_UNROLL
-      for (int t = 0; t < S::kPair; ++t)
+        float sum[S::kTokenTiles][4];
+        if constexpr (S::kTokenTiles == 1) mxfp4_leaf<S::kGroups>(sum[0], weights, held[0]);
+        else mxfp4_leaf_of_tiles<S::kGroups, 0>(sum, weights, held, token_tiles);
+        const int tile = first + part * S::kPair + t;
         K3_UNROLL
         for (int n = 0; n < S::kTokenTiles; ++n)
           K3_UNROLL
           for (int i = 0; i < 4; ++i) {
-            const int tile = first + part * S::kPair + t, row = tile * kTileRows + i / 2 * 8 + lane_id() / 4, item_out = out[n][i % 2];
-            if (item_out >= 0 && tile < tiles && row < width) results[(size_t(leaf) * S::kMaxItems + item_out) * width + row] = sum[t][n][i];
+            const int row = tile * kTileRows + i / 2 * 8 + lane_id() / 4, to = out[n][i % 2];
+            if (to >= 0 && tile < tiles && row < width) results[(size_t(leaf) * S::kMaxItems + to) * width + row] = sum[n][i];
           }
+      };
+      if constexpr (S::kTokenTiles == 1) {
+        K3_UNROLL
+        for (int t = 0; t < S::kPair; ++t) one_tile(t);
+      } else {
+#pragma unroll 1
+        for (int t = 0; t < S::kPair; ++t) one_tile(t);                       // one after the other: x fills the registers
+      }
+      __syncwarp();
+      issue(slot);
+      if (++slot == S::kSlots) slot = 0, parity ^= 1;
     }
   }
 }

@@ -91,10 +91,10 @@ constexpr bool kListed = kRows > kDecodeRows;   // a wide step lists the experts
 typedef ExpertList<kMaxItems> StepExperts;
 K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
 
-// Items of an entry. In a step of 512 rows and more an expert has nine or more on average: two tiles of tokens share its expansion, where
+// Items of an entry. In a step of 512 rows and more an expert has nine or more on average: three tiles of tokens share its expansion, where
 // registers hold them.
-constexpr bool kTwoTiles = kRows >= 512 && max_of(kExpertW13Steps, kExpertW2Steps) <= 8;
-constexpr int kStepEntryTokens = kTwoTiles ? 2 * kEntryTokens : kEntryTokens;
+constexpr bool kManyTiles = kRows >= 512 && max_of(kExpertW13Steps, kExpertW2Steps) <= 8;
+constexpr int kStepEntryTokens = kManyTiles ? 3 * kEntryTokens : kEntryTokens;
 
 // Blocks of a wide step list who needs which expert, each some of the experts.
 struct route_list : StageDefaults {
@@ -120,10 +120,10 @@ struct ListMaker {
   }
 };
 
-// With two tiles of tokens a warp has one leaf in place of two, and one block of twice the warps has the multiprocessor for itself.
+// With three tiles of tokens one block has the registers of the multiprocessor for itself.
 struct expert_up : StageDefaults {
-  static constexpr int kWarps = min_of(kExpertW13Leaves, kTwoTiles ? 16 : 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
-  static constexpr int kResident = kTwoTiles ? 1 : 2, kBlocks = kResident * kSms, kRing = (kTwoTiles ? 124 : 62) * 1024;
+  static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
+  static constexpr int kResident = kManyTiles ? 1 : 2, kBlocks = kResident * kSms, kRing = (kManyTiles ? 124 : 62) * 1024;
   static constexpr int kMostEntries = min_of(kMaxItems, kNumExperts + kMaxItems / kStepEntryTokens);
   template <bool kIsSlice, class Unused = void>
   struct Entries {   // all of them, made here

@@ -23,8 +23,8 @@ struct WideListSmem {
 };
 
 // The whole block; `ready` comes before anything is read. Counts and bits are set in any order but mean the same.
-template <class S, class List, class Ready>
-K3_DEVICE void list_wide(const int* ids, const int* row_slot, List& out, WideListSmem<S>& m, Ready ready) {
+template <class S, class Ready>
+K3_DEVICE void list_wide(const int* ids, const int* row_slot, const ListOut& out, WideListSmem<S>& m, Ready ready) {
   const int tid = threadIdx.x, first = int(blockIdx.x) * S::kOwn, own = min_of(S::kOwn, S::kExperts - first);   // none where blocks are more than experts
   for (int i = tid; i < S::kExperts; i += S::kThreads) m.count[i] = 0;
   for (int i = tid; i < S::kOwn * S::kWords; i += S::kThreads) (&m.rows[0][0])[i] = 0;
@@ -74,8 +74,8 @@ K3_DEVICE void list_wide(const int* ids, const int* row_slot, List& out, WideLis
     at += n;
   }
   if (blockIdx.x == 0 && tid == 0) {
-    out.entries = all >> 16;
-    out.items = all & 0xffff;
+    *out.entries = all >> 16;
+    *out.items = all & 0xffff;
     out.entry[all >> 16] = all << 16;
   }
   __syncthreads();

@@ -124,8 +124,16 @@ def list_experts(experts, top_k, rows, threads):
     return _kernel(f"list_{experts}_{rows}_{threads}", f"ListShape<{experts}, {top_k}, {rows}, {threads}>", body, threads, 1, args)
 
 
+def list_wide(experts, top_k, rows, threads, blocks, group):
+    """Of all `rows` rows."""
+    args = "const int* ids, const int* row_slot, int* entries, int* items, u32* entry, u16* item"
+    body = ("__shared__ WideListSmem<S> m;\n"
+            f"  list_wide<S>(ids, row_slot, ListOut{{entries, items, entry, item}}, m, {READY});")
+    return _kernel(f"list_wide_{experts}_{rows}_{blocks}_{group}", f"WideListShape<{experts}, {top_k}, {rows}, {blocks}, {threads}, {group}>", body, threads, 1, args)
+
+
 def unit(kernels) -> str:
-    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_rows.cuh", "norm_wide.cuh", "route_core.cuh"))
+    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_rows.cuh", "norm_wide.cuh", "list_wide.cuh"))
     return heads + "".join(k.source for k in kernels)
 
 

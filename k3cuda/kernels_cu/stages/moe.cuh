@@ -102,7 +102,8 @@ struct route_list : StageDefaults {
   typedef WideListShape<kNumExperts, kNumExpertsPerToken, kRows, kBlocks, kThreads, kStepEntryTokens> Shape;
   static __device__ void run(const Step& s, const OpArgs&) {
     __shared__ WideListSmem<Shape> smem;
-    list_wide<Shape>(expert_ids(s), row_slot(s), *step_experts(s), smem, [] {
+    StepExperts& to = *step_experts(s);
+    list_wide<Shape>(expert_ids(s), row_slot(s), {&to.entries, &to.items, to.entry, to.item}, smem, [] {
       grid_wait();
       grid_launch_next();
     });

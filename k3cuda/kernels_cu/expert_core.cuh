@@ -80,6 +80,7 @@ struct ExpertUpShape {
   static constexpr int kListAt = kPartialAt + aligned16(max_of(kBuffers * 2 * kWK * kPartial * 4, kScratch_));
   static constexpr int kSmem = kListAt + sizeof(List);
   static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
+  static_assert(kTokenTiles == 1 || kWarpLeaves <= 2, "two leaves are one sum");
 };
 
 // w: [expert][gate tile 0, up tile 0, gate tile 1, ...][leaf]. epilogue(item, row, gate, up): row of the expert's gate or up.
@@ -137,20 +138,36 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       const int k = 2 * turn + t;
       const u8* next = source(k + S::kSlots);
       const u8* weights = ring.take(k);
-      if constexpr (S::kTokenTiles == 1) mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[0], weights, held[0]);
-      else mxfp4_leaves_of_tiles<S::kGroups, 0, S::kWarpLeaves>(sum, weights, held, (count + kTokenTile - 1) / kTokenTile);
-      __syncwarp();
-      if (lane_id() == 0) ring.fill(k + S::kSlots, next);
-      if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
       float* to = partial + (t * S::kWK + warp_id()) * S::kPartial + lane_id() / 4;
-      K3_UNROLL
-      for (int n = 0; n < S::kTokenTiles; ++n) {
-        if (n && count <= n * kTokenTile) break;
+      auto put = [&](bool add) {
         K3_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const int token = n * kTokenTile + lane_id() % 4 * 2 + i % 2;
-          if (token < S::kTokens) to[token * S::kTokenStride + i / 2 * 8] = sum[n][i];
+        for (int n = 0; n < S::kTokenTiles; ++n) {
+          if (n && count <= n * kTokenTile) break;
+          K3_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            const int token = n * kTokenTile + lane_id() % 4 * 2 + i % 2;
+            float& at = to[token * S::kTokenStride + i / 2 * 8];
+            if (token < S::kTokens) at = add ? at + sum[n][i] : sum[n][i];
+          }
         }
+      };
+      if constexpr (S::kTokenTiles == 1) {
+        mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[0], weights, held[0]);
+        __syncwarp();
+        if (lane_id() == 0) ring.fill(k + S::kSlots, next);
+        if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
+        put(false);
+      } else {   // x fills the registers: the first leaf's sums wait for the second's in shared memory
+        const int tiles = (count + kTokenTile - 1) / kTokenTile;
+        mxfp4_of_tiles<S::kGroups, 0>(sum, weights, held, tiles);
+        if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
+        put(false);
+        if constexpr (S::kWarpLeaves > 1) {
+          mxfp4_of_tiles<S::kGroups, 1>(sum, weights, held, tiles);
+          put(true);
+        }
+        __syncwarp();
+        if (lane_id() == 0) ring.fill(k + S::kSlots, next);
       }
     }
     __syncwarp();

@@ -14,7 +14,7 @@ struct ExpertItemsShape {
   static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 16 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
   static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair;
   // Fewer where leaves are long, or registers hold the tokens of several tiles.
-  static constexpr int kWarps = min_of(kTokenTiles > 1 ? 12 : 16, kRing / (2 * (kChunk + 8))), kThreads = kWarps * kWarpSize;
+  static constexpr int kWarps = min_of(kTokenTiles > 1 ? 8 : 16, kRing / (2 * (kChunk + 8))), kThreads = kWarps * kWarpSize;
   static constexpr int kSlots = min_of(8, kRing / (kWarps * (kChunk + 8)));
   static constexpr int kBarrierAt = kWarps * kSlots * kChunk, kSmem = kBarrierAt + kWarps * kSlots * 8;
   static_assert(kSlots >= 2 && kRun % kPair == 0, "one chunk comes while another is multiplied");
@@ -124,7 +124,7 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
         const u8* weights = slots + slot * S::kChunk + t * S::kLeafBytes;
         float sum[S::kTokenTiles][4];
         if constexpr (S::kTokenTiles == 1) mxfp4_leaf<S::kGroups>(sum[0], weights, held[0]);
-        else mxfp4_leaf_of_tiles<S::kGroups, 0>(sum, weights, held, token_tiles);
+        else mxfp4_of_tiles<S::kGroups, 0>(sum, weights, held, token_tiles);
         const int tile = first + part * S::kPair + t;
         K3_UNROLL
         for (int n = 0; n < S::kTokenTiles; ++n)

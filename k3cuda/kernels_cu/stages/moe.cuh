@@ -91,10 +91,15 @@ constexpr bool kListed = kRows > kDecodeRows;   // a wide step lists the experts
 typedef ExpertList<kMaxItems> StepExperts;
 K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
 
-// Items of an entry. In a step of 512 rows and more an expert has nine or more on average: three tiles of tokens share its expansion, where
+// Items of an entry. In a step of 512 rows and more an expert has nine or more on average: several tiles of tokens share its expansion, where
 // registers hold them.
 constexpr bool kManyTiles = kRows >= 512 && max_of(kExpertW13Steps, kExpertW2Steps) <= 8;
-constexpr int kStepEntryTokens = kManyTiles ? 3 * kEntryTokens : kEntryTokens;
+#if __CUDA_ARCH__ >= 1000   // where ptxas finds registers for two
+constexpr int kMostTiles = 2;
+#else
+constexpr int kMostTiles = 3;
+#endif
+constexpr int kStepEntryTokens = kManyTiles ? kMostTiles * kEntryTokens : kEntryTokens;
 
 // Blocks of a wide step list who needs which expert, each some of the experts.
 struct route_list : StageDefaults {
@@ -121,7 +126,7 @@ struct ListMaker {
   }
 };
 
-// With three tiles of tokens one block has the registers of the multiprocessor for itself.
+// With several tiles of tokens one block has the registers of the multiprocessor for itself.
 struct expert_up : StageDefaults {
   static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
   static constexpr int kResident = kManyTiles ? 1 : 2, kBlocks = kResident * kSms, kRing = (kManyTiles ? 124 : 62) * 1024;

@@ -10,7 +10,6 @@
 template <int kLeaves_, int kGroups_, int kMaxItems_, int kRun_ = 8, int kTokens_ = kEntryTokens>
 struct ExpertItemsShape {
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRun = kRun_, kTokens = kTokens_, kTokenTiles = kTokens / kTokenTile;
-  static constexpr bool kAhead = kTokenTiles == 1;   // the next unit's tokens are loaded meanwhile; those of several tiles would not fit the registers
   static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 16 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
   static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair;
   // Fewer where leaves are long, or registers hold the tokens of several tiles.
@@ -96,14 +95,13 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
   items_of(next_item, 1);
   u32 parity = 0;
   uint4 next[S::kTokenTiles][S::kGroups];
-  if (S::kAhead) load_x(next, item, 0);
+  load_x(next, item, 0);
 #pragma unroll 1
   for (int u = 0; u < count; ++u) {
     uint4 held[S::kTokenTiles][S::kGroups];
-    if (!S::kAhead) load_x(next, item, u);
     K3_UNROLL
     for (int i = 0; i < S::kTokenTiles * S::kGroups; ++i) (&held[0][0])[i] = scale_tokens((&next[0][0])[i]);
-    if (S::kAhead) load_x(next, next_item, u + 1);
+    load_x(next, next_item, u + 1);
     const int leaf = (own + u * warps) % each / runs, first = (own + u * warps) % runs * S::kRun;
     int token_tiles = 1;                                                      // with tokens
     K3_UNROLL

@@ -31,7 +31,8 @@ CHAIN = ("route", "expert_up", "moe_down")   # the list of experts passes betwee
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
-    found = {rows: Kernels(rows, 1, True, {s: STAGES[s] for s in CHAIN} if rows == WIDEST else STAGES, folder / str(rows), CHOICE) for rows in (WIDE, NARROW, WIDEST)}
+    stages = {WIDE: STAGES, NARROW: STAGES, WIDEST: {s: STAGES[s] for s in CHAIN}}
+    found = {rows: Kernels(rows, 1, True, of_rows, folder / str(rows), CHOICE) for rows, of_rows in stages.items()}
     return {rows: (k, Memory(k.plan, k.source)) for rows, k in found.items()}
 
 
@@ -74,7 +75,8 @@ def run(machine, stages, rows, given):
     return outputs
 
 
-@pytest.mark.parametrize("stages, wide", [((s,), WIDE) for s in STAGES if s not in CHAIN] + [(CHAIN, WIDE), (CHAIN, WIDEST)], ids=lambda x: "+".join(x) if isinstance(x, tuple) else str(x))
+@pytest.mark.parametrize("stages, wide", [((s,), WIDE) for s in STAGES if s not in CHAIN] + [(CHAIN, WIDE), (CHAIN, WIDEST)],
+                         ids=lambda x: "+".join(x) if isinstance(x, tuple) else str(x))
 def test_rows_have_the_bytes_of_a_small_step(machines, stages, wide):
     rng, (kernels, memory) = np.random.default_rng(len(stages[0])), machines[wide]
     ops = [kernels.last(s) for s in stages]
@@ -101,7 +103,8 @@ def test_products_over_leaf_sums_have_the_bytes_of_eight_rows(tmp_path, rows):
     machines = {n: (kernels := Kernels(n, 1, True, stages, tmp_path / str(n)), Memory(kernels.plan, kernels.source)) for n in (rows, 8)}
     for stage in sorted(LEAF_SUMMED):
         kernels, memory = machines[rows]
-        assert [k for k, _ in kernels.launches(kernels.last(stage))] == [stage, f"{stage}_tree"] and [k for k, _ in machines[8][0].launches(kernels.last(stage))] == [stage]
+        assert [k for k, _ in kernels.launches(kernels.last(stage))] == [stage, f"{stage}_tree"]
+        assert [k for k, _ in machines[8][0].launches(kernels.last(stage))] == [stage]
         given = {n: values(n, memory.buffer(n).shape, rng) for n in kernels.last(stage).stage.inputs if n not in ("row_slot", "page_table")}
         got = run(machines[rows], [stage], np.arange(rows), given)
         for first in range(0, rows, 8):

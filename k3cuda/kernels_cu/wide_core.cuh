@@ -16,7 +16,8 @@ struct WideShape {
   static constexpr int kPairs = (kSteps + 1) / 2, kTileX = kPairs * kStepBytes;          // bytes of eight tokens' part of a leaf
   // Token tiles of a block. Short products have few weights to read twice.
   static constexpr int kTokenTiles = kRows / kTokenTile, kNT = kLeaves > 1 && kRows % 128 == 0 && 16 * kTileX <= kWideTokens ? 16 : min_of(8, kTokenTiles);
-  static constexpr int kMT = kLeaves == 1 ? 2 : min_of(4, 32 / kNT), kWarps = 8, kThreads = kWarps * kWarpSize;   // row tiles of a warp; 128 sums a thread at most
+  // Row tiles of a warp; 128 sums a thread at most.
+  static constexpr int kMT = kLeaves == 1 ? 2 : min_of(4, 32 / kNT), kWarps = 8, kThreads = kWarps * kWarpSize;
   static constexpr int kGroups = kTokenTiles / kNT, kX = kNT * kTileX;
   static constexpr int kChunkSteps = chunk_steps(kSteps, 4, false), kLeafChunks = kSteps / kChunkSteps;
   static constexpr int kTileChunk = kChunkSteps * kStepBytes, kChunkBytes = kMT * kTileChunk;

@@ -129,7 +129,8 @@ def list_wide(experts, top_k, rows, threads, blocks, group):
     args = "const int* ids, const int* row_slot, int* entries, int* items, u32* entry, u16* item"
     body = ("__shared__ WideListSmem<S> m;\n"
             f"  list_wide<S>(ids, row_slot, ListOut{{entries, items, entry, item}}, m, {READY});")
-    return _kernel(f"list_wide_{experts}_{rows}_{blocks}_{group}", f"WideListShape<{experts}, {top_k}, {rows}, {blocks}, {threads}, {group}>", body, threads, 1, args)
+    shape = f"WideListShape<{experts}, {top_k}, {rows}, {blocks}, {threads}, {group}>"
+    return _kernel(f"list_wide_{experts}_{rows}_{blocks}_{group}", shape, body, threads, 1, args)
 
 
 def unit(kernels) -> str:

@@ -11,7 +11,7 @@ F32, I32 = np.float32, np.int32
 K3, SMALL = (896, 16), (16, 4)
 ROUTES = {(*m, t): ck.route(*m, t) for m, t in ((K3, 128), (K3, 256), (K3, 512), (SMALL, 64))}
 LISTS = {(*m, r, t): ck.list_experts(*m, r, t) for m, r, t in ((K3, 1, 256), (K3, 8, 384), (K3, 64, 512), (K3, 256, 384), (SMALL, 64, 128))}
-WIDE_LISTS = {(*m, r, t, b, g): ck.list_wide(*m, r, t, b, g) for m, r, t, b, g in ((K3, 128, 512, 16, 8), (K3, 1024, 512, 16, 24), (SMALL, 128, 64, 5, 24), (SMALL, 128, 64, 20, 8))}
+WIDE_LISTS = {(*m, *s): ck.list_wide(*m, *s) for m, s in ((K3, (128, 512, 16, 8)), (K3, (1024, 512, 16, 24)), (SMALL, (128, 64, 5, 24)), (SMALL, (128, 64, 20, 8)))}
 
 
 @pytest.fixture(scope="module")

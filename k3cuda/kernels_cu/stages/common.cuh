@@ -53,7 +53,8 @@ struct ProductStage : StageDefaults {
   static constexpr bool kIsWide = kTokens >= kWideFrom && Wide::kFits && kLeaves > (kPair || kTokens <= kDecodeRows);
   typedef ManyShape<kTotal, kLeaves, kSteps, max_of(kSlice / kTokenTile, 1), kPair ? 2 : 1, kSms> Many;
   // Sixteen long leaves are faster in row_core.cuh (docs/kernels.md, "Steps of 64 sequences").
-  static constexpr bool kIsMany = !kIsWide && kWideFrom < kNever && kSlice > kTokenTile && (kLeaves == 16 ? kSteps <= 16 : kLeaves == 1 && kSteps > 32) && Many::kFits;
+  static constexpr bool kMayBeMany = kLeaves == 16 ? kSteps <= 16 : kLeaves == 1 && kSteps > 32;
+  static constexpr bool kIsMany = !kIsWide && kWideFrom < kNever && kSlice > kTokenTile && kMayBeMany && Many::kFits;
   static constexpr int kBlocks = kIsWide ? wide_blocks<Wide>(kSms) : kIsMany ? Many::kBlocks : row_blocks<Shape>(kTotal, kSms),
                        kBlocksZ = kIsWide ? 1 : kTokens / kSlice, kThreads = kIsWide ? Wide::kThreads : kIsMany ? Many::kThreads : Shape::kThreads,
                        kCluster = kIsWide ? 1 : kIsMany ? Many::kCS : Shape::kCS, kSmem = kIsWide ? Wide::kSmem : kIsMany ? Many::kSmem : Shape::kSmem;

@@ -1,5 +1,6 @@
 // LatentMoE: router and latent beside the shared expert's way up, the choice beside its way down, the routed experts, their norm and way back.
 #pragma once
+#include "expert_down.cuh"
 #include "expert_wide.cuh"
 #include "list_wide.cuh"
 #include "norm_wide.cuh"

@@ -17,8 +17,9 @@ from k3cuda import weights  # noqa: E402
 from k3cuda.buffers import buffer_shape, step_dims  # noqa: E402
 from k3cuda.config import DECODE_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import Probes, build_files  # noqa: E402
-from k3cuda.errors import BenchmarkError  # noqa: E402
+from k3cuda.errors import BenchmarkError, OutOfMemory  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.runtime import cuda_bench  # noqa: E402
 from k3cuda.runtime import cuda_bench_checks as checks  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
 from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, compile_bucket  # noqa: E402
@@ -121,6 +122,21 @@ def test_every_rank_place_must_hold_the_part(stale):
     else:
         with pytest.raises(BenchmarkError, match=f"{stale}: the places of ranks"):
             checks.check_places(bench)
+
+
+def test_weights_that_do_not_fit_are_no_matter_of_host_memory(monkeypatch):
+    def full(*_):
+        raise cuda_bench.cupy.cuda.memory.OutOfMemoryError(1 << 30, 80 << 30)
+
+    monkeypatch.setattr(cuda_bench, "open_device", lambda index: SimpleNamespace(arch="sm_90a", name="full"))
+    monkeypatch.setattr(cuda_bench, "Filler", lambda arch: SimpleNamespace(run=lambda *_: None))
+    monkeypatch.setattr(cuda_bench, "Timer", lambda arch: SimpleNamespace(cycles_a_us=1980, read_ceiling=lambda *_: 4.5e12))
+    for missing in ("empty", "weights"):   # of the pool that is read for the ceiling, and of the weights behind it
+        monkeypatch.setattr(cuda_bench.cupy, "empty", full if missing == "empty" else lambda *_: SimpleNamespace(nbytes=0))
+        monkeypatch.setattr(cuda_bench.cupy, "get_default_memory_pool", lambda: SimpleNamespace(free_all_blocks=lambda: None))
+        monkeypatch.setattr(cuda_bench, "synthetic_weights", lambda *_, **__: full())
+        with pytest.raises(OutOfMemory, match="a rank of 4 do not fit on the GPU"):
+            StepBench(headdims().cfg, 4, 2, "bf16")
 
 
 # ---- stages ----

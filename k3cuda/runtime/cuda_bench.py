@@ -42,6 +42,8 @@ class StepBench:
     Args:
         kv_cache_dtype: "bf16" or "fp8_e4m3".
         drafting: a made draft beside it, whose weights are made on the device too; None: no draft.
+
+    Raises OutOfMemory: the weights do not fit.
     """
 
     def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str, drafting: Drafting | None = None):
@@ -49,16 +51,24 @@ class StepBench:
         self.device = open_device(0)
         self.filler, timer = Filler(self.device.arch), Timer(self.device.arch)
         self.cycles_a_us = timer.cycles_a_us
+        self.source, self._plan, self.drafting = SimpleNamespace(cfg=cfg), build_plan(cfg, tp, drafting and drafting.taps), drafting
+        try:
+            self._fill(timer)
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            raise OutOfMemory(f"the weights of a rank of {tp} do not fit on the GPU beside what uses it already",
+                              "end the other programs that nvidia-smi shows, or ask for fewer layers or more ranks") from e
+        self.backend = self.unpacked = None
+
+    def _fill(self, timer: Timer) -> None:
+        """The read ceiling, then weights."""
         pool = cupy.empty(CEILING_BYTES, cupy.uint8)
         self.filler.run("fill_mxfp4", pool, CEILING_BYTES // 4, ctypes.c_uint(1), ctypes.c_int(1), ctypes.c_int(0), ctypes.c_int(0))
         self.ceiling = timer.read_ceiling(pool, self.device.name)
         del pool
         cupy.get_default_memory_pool().free_all_blocks()
-        self.source, self._plan, start = SimpleNamespace(cfg=cfg), build_plan(cfg, tp, drafting and drafting.taps), time.perf_counter()
-        self.drafting = drafting
-        self._weights = synthetic_weights(self._plan, self.source, tp, rank, arch=self.device.arch)
+        start = time.perf_counter()
+        self._weights = synthetic_weights(self._plan, self.source, self.tp, self.rank, arch=self.device.arch)
         log.info("weights made in %.1f s", time.perf_counter() - start)
-        self.backend = self.unpacked = None
 
     def compile(self, rows, probes=(NO_PROBES,), more=()) -> None:
         """Kernels for steps of so many rows and for their checks, and the buckets `more`, all side by side."""

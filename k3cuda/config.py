@@ -12,7 +12,7 @@ MODEL_TYPE, TEXT_MODEL_TYPE = "kimi_k3", "kimi_linear"
 F32_RANGE = (2.0**-126, 2.0**128 - 2.0**104)  # smallest normal number, largest number
 PAGE_SIZE = 64      # tokens in one page of the MLA cache; a page divides every chunk of a split context
 DECODE_ROWS = 64    # slots, and rows of a step that may want logits; a step of more rows has prompts in it
-MAX_ROWS = 256      # rows of one step
+MAX_ROWS = 1024     # rows of one step
 MXFP4_GROUP = 32    # weights that share one E8M0 scale, along the input axis
 MXFP4_PER_BYTE = 2
 

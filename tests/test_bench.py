@@ -17,9 +17,11 @@ from k3cuda import weights  # noqa: E402
 from k3cuda.buffers import buffer_shape, step_dims  # noqa: E402
 from k3cuda.config import DECODE_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import Probes, build_files  # noqa: E402
-from k3cuda.errors import BenchmarkError  # noqa: E402
+from k3cuda.errors import BenchmarkError, OutOfMemory  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.runtime import cuda_bench  # noqa: E402
 from k3cuda.runtime import cuda_bench_checks as checks  # noqa: E402
+from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
 from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, compile_bucket  # noqa: E402
 from k3cuda.runtime.step_bytes import StepBytes  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER  # noqa: E402
@@ -120,6 +122,75 @@ def test_every_rank_place_must_hold_the_part(stale):
     else:
         with pytest.raises(BenchmarkError, match=f"{stale}: the places of ranks"):
             checks.check_places(bench)
+
+
+def test_weights_that_do_not_fit_are_no_matter_of_host_memory(monkeypatch):
+    def full(*_):
+        raise cuda_bench.cupy.cuda.memory.OutOfMemoryError(1 << 30, 80 << 30)
+
+    monkeypatch.setattr(cuda_bench, "open_device", lambda index: SimpleNamespace(arch="sm_90a", name="full"))
+    monkeypatch.setattr(cuda_bench, "Filler", lambda arch: SimpleNamespace(run=lambda *_: None))
+    monkeypatch.setattr(cuda_bench, "Timer", lambda arch: SimpleNamespace(cycles_a_us=1980, read_ceiling=lambda *_: 4.5e12))
+    for missing in ("empty", "weights"):   # of the pool that is read for the ceiling, and of the weights behind it
+        monkeypatch.setattr(cuda_bench.cupy, "empty", full if missing == "empty" else lambda *_: SimpleNamespace(nbytes=0))
+        monkeypatch.setattr(cuda_bench.cupy, "get_default_memory_pool", lambda: SimpleNamespace(free_all_blocks=lambda: None))
+        monkeypatch.setattr(cuda_bench, "synthetic_weights", lambda *_, **__: full())
+        with pytest.raises(OutOfMemory, match="a rank of 4 do not fit on the GPU"):
+            StepBench(headdims().cfg, 4, 2, "bf16")
+
+
+# ---- stages ----
+
+class ToyStep:
+    """A backend whose stages are host code: a mix adds to a residual that `embed` clears, and a router whose residual is no step's chooses one expert only."""
+
+    def __init__(self, plan, rows: int):
+        self.plan, self.stream = plan, SimpleNamespace(synchronize=lambda: None)
+        self.ids, self.residual, self.read = np.zeros((rows, 16), np.int32), 0, []
+
+    def launches(self, what, bucket, overlap=True):
+        if what == "commit":
+            return []
+        return [(op, [SimpleNamespace(launch=lambda op=op: self._run(op))]) for op in self.plan.ops]
+
+    def replay(self, what, bucket):
+        for _, (launch,) in self.launches(what, bucket):
+            launch.launch()
+
+    def _run(self, op):
+        name = op.stage.name
+        if name == "embed":
+            self.residual = 0
+        elif name == "attn_mix":
+            self.residual += 1
+        elif name == "route":
+            self.ids[:] = np.arange(self.ids.size).reshape(self.ids.shape) if self.residual == op.layer + 1 else 7
+        elif name in ("expert_up", "moe_down"):
+            self.read.append(len(np.unique(self.ids)))
+
+
+@pytest.mark.parametrize("names", [(), ("attn_mix", "route", "expert_up")], ids=str)
+def test_stages_find_what_a_step_leaves_and_are_judged_by_the_experts_they_read(released, names):
+    be = ToyStep(released, rows=3)
+    bench = object.__new__(StepBench)   # nothing of a device
+    bench.backend, bench.cfg, bench.kv_cache_dtype, bench._states, bench.ceiling = be, released.cfg, "fp8_e4m3", {}, 1e30
+    bench.rows, bench.sequences, bench.context = 3, 3, 1
+    bench.memory = SimpleNamespace(buffer={"expert_ids": be.ids.view(OnDevice)}.get)
+    read = []
+
+    def time(launches) -> float:
+        be.read.clear()
+        for launch in launches * 2:
+            launch.launch()
+        read.append(set(be.read))
+        return 1.0
+
+    bench.timer = SimpleNamespace(graph=time)
+    stages = {s["stage"]: s for s in bench.stages(names)}
+    assert {frozenset(r) for r in read} == {frozenset(), frozenset({48})}
+    floor = of(released, experts={op.layer: 48 for op in released.ops if op.stage.name == "route"})
+    op = next(op for op in released.ops if op.stage.name == "expert_up")
+    assert stages["expert_up"]["mb"] == round(floor.op(op) / 1e6, 3)
 
 
 # ---- what a benchmark builds into kernels ----

@@ -14,6 +14,7 @@ from k3cuda.reference.sample import sample_row
 from k3cuda.runtime.engine import Engine
 from k3cuda.runtime.request import Request
 from k3cuda.runtime.sampling import Draw, SamplingParams
+from k3cuda.runtime.scheduler import MIXED_ROWS
 from k3cuda.runtime.text_stream import TextStream
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=150)
@@ -48,6 +49,19 @@ def test_chunks_of_a_prompt_never_change_the_answer(length):
     assert len(set(map(str, answers.values()))) == 1
     engine = run([request("r", prompt, ignore_eos=True)], max_rows=64, max_model_len=200)[2]
     assert engine.backend.row_counts == [64] * (length // 64) + [length % 64] * (length % 64 > 0) + [1] * 11  # 12 tokens, one behind the prompt
+
+
+def test_prompts_fill_a_step_but_beside_decoding_sequences():
+    """Who decodes waits for no more than MIXED_ROWS rows a step."""
+    long = request("long", [1] * 1000, max_tokens=1, ignore_eos=True)
+    assert run([long], max_rows=1024, max_model_len=1010)[2].backend.row_counts == [1000]
+    engine = Engine(FakeBackend(VOCAB, max_rows=1024, max_model_len=1010))
+    engine.add(request("short", [2], max_tokens=8, ignore_eos=True))
+    engine.step()
+    engine.add(long)
+    while engine.has_work:
+        engine.step()
+    assert engine.backend.row_counts == [1, MIXED_ROWS, MIXED_ROWS, MIXED_ROWS, 1000 - 3 * (MIXED_ROWS - 1) + 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("max_tokens, want", [(1, 1), (2, 2), (36, 36), (37, 37), (38, 37), (None, 37)])

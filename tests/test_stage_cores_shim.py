@@ -93,3 +93,10 @@ def test_list(build):
     for shape in gpu_route.LISTS:
         for kind in ("random", "one set", "padding"):
             gpu_route.test_expert_list(cores, shape, min(shape[2], 70), kind)
+
+
+def test_wide_list(build):
+    cores = build(gpu_route.WIDE_LISTS.values())
+    for shape in gpu_route.WIDE_LISTS:
+        for kind in ("random", "one set", "padding", "half"):
+            gpu_route.test_wide_expert_list(cores, shape, kind)

@@ -16,7 +16,7 @@ pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3c
 from models import headdims  # noqa: E402
 from test_jit import ARCHS, NVDISASM, opcodes  # noqa: E402
 
-from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
+from k3cuda.config import MAX_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import build_files, kernels_of  # noqa: E402
 from k3cuda.errors import CompileError  # noqa: E402
 from k3cuda.packing import FOLDED, MAX_PACKED, PACKED, PLAIN  # noqa: E402
@@ -35,7 +35,7 @@ def released() -> K3Config:
 # name -> (config, ranks, rows, dtype of the cache, architecture, whether collectives ride on stores). Each compiles for seconds.
 UNITS = {**{arch: (headdims().cfg, 1, 8, "bf16", arch, True) for arch in ARCHS},
          "collectives": (headdims().cfg, 2, 1, "fp8_e4m3", ARCHS[0], False),
-         "wide": (headdims().cfg, 2, 256, "bf16", ARCHS[0], True),
+         "wide": (headdims().cfg, 2, 256, "bf16", ARCHS[0], True), "wide-released": (released(), 16, MAX_ROWS, "fp8_e4m3", ARCHS[0], True),
          "released": (released(), 16, 1, "bf16", ARCHS[0], True), "released-64": (released(), 16, 64, "fp8_e4m3", ARCHS[0], True),
          "released-4": (released(), 16, 4, "bf16", ARCHS[1], True)}
 # Kernels that multiply matrices: those of stages with weights in fragment order, and attention over the cache.
@@ -80,7 +80,7 @@ def test_no_kernel_uses_local_memory(unit):
 def test_products_use_the_machine(unit, kernel):
     """Tensor products, and weights that arrive 16 bytes a lane or in bulk."""
     of_wide = {"moe_down": "expert_items", "route": "shared_down"}   # other kernels run the stage there
-    ops = kernels(unit)[of_wide.get(kernel, kernel) if unit == "wide" else kernel]
+    ops = kernels(unit)[of_wide.get(kernel, kernel) if unit.startswith("wide") else kernel]
     assert any(o.startswith("HMMA.16816.F32") for o in ops), ops
     assert kernel != "mla_attend" or any(o.startswith("HGMMA") for o in ops) == (UNITS[unit][4] == "sm_90a"), ops
     assert any(o.startswith(("UBLKCP", "UTMALDG")) or o.startswith(("LDG", "LDGSTS")) and "128" in o for o in ops), ops

@@ -13,10 +13,11 @@ from host_step import Kernels, Memory  # noqa: E402
 
 from k3cuda.buffers import BY_NAME, ROW_AXES  # noqa: E402
 from k3cuda.emit import SUMMED_ROWS  # noqa: E402
+from k3cuda.packing import LEAF_SUM_ROWS, LEAF_SUMMED  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER, STACK  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
-WIDE, NARROW = 128, 64
+WIDE, NARROW, WIDEST = 128, 64, 512   # the widest: two tiles of tokens share the expansion of an expert's weights
 # Neighbours of one slot, none across row 64; padding at the end, since a step has nothing behind it.
 SLOT = np.repeat([3, 0, 5, 1, 7, 9, 2, 4], [37, 1, 9, 17, 1, 3, 52, 6])
 LIVE = len(SLOT)
@@ -30,7 +31,8 @@ CHAIN = ("route", "expert_up", "moe_down")   # the list of experts passes betwee
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
-    found = {rows: Kernels(rows, 1, True, STAGES, folder / str(rows), CHOICE) for rows in (WIDE, NARROW)}
+    stages = {WIDE: STAGES, NARROW: STAGES, WIDEST: {s: STAGES[s] for s in CHAIN}}
+    found = {rows: Kernels(rows, 1, True, of_rows, folder / str(rows), CHOICE) for rows, of_rows in stages.items()}
     return {rows: (k, Memory(k.plan, k.source)) for rows, k in found.items()}
 
 
@@ -73,14 +75,15 @@ def run(machine, stages, rows, given):
     return outputs
 
 
-@pytest.mark.parametrize("stages", [(s,) for s in STAGES if s not in CHAIN] + [CHAIN], ids="+".join)
-def test_rows_have_the_bytes_of_a_small_step(machines, stages):
-    rng, (kernels, memory) = np.random.default_rng(len(stages[0])), machines[WIDE]
+@pytest.mark.parametrize("stages, wide", [((s,), WIDE) for s in STAGES if s not in CHAIN] + [(CHAIN, WIDE), (CHAIN, WIDEST)],
+                         ids=lambda x: "+".join(x) if isinstance(x, tuple) else str(x))
+def test_rows_have_the_bytes_of_a_small_step(machines, stages, wide):
+    rng, (kernels, memory) = np.random.default_rng(len(stages[0])), machines[wide]
     ops = [kernels.last(s) for s in stages]
     made = {out for op in ops for out in op.stage.outputs}
     inputs = dict.fromkeys(n for op in ops for n in op.stage.inputs if n not in made and n not in ("row_slot", "page_table"))
     given = {n: values(n, memory.buffer(n).shape, rng) for n in inputs}
-    got = run(machines[WIDE], stages, np.arange(LIVE), given)
+    got = run(machines[wide], stages, np.arange(LIVE), given)
     for rows in (np.arange(64), np.arange(64, LIVE)):
         want = run(machines[NARROW], stages, rows, given)
         for name, array in want.items():
@@ -91,6 +94,27 @@ def test_rows_have_the_bytes_of_a_small_step(machines, stages):
             assert mine.tobytes() == array.tobytes(), (name, np.argwhere(mine != array)[:3], mine[mine != array][:3], array[mine != array][:3])
             if array.dtype == np.float32:
                 assert np.isfinite(array).all() and array.std() > 0, name
+
+
+@pytest.mark.parametrize("rows", [LEAF_SUM_ROWS, NARROW])
+def test_products_over_leaf_sums_have_the_bytes_of_eight_rows(tmp_path, rows):
+    """Those that begin with fewer rows than a wide step has."""
+    rng, stages = np.random.default_rng(rows), dict.fromkeys(LEAF_SUMMED, ())
+    machines = {n: (kernels := Kernels(n, 1, True, stages, tmp_path / str(n)), Memory(kernels.plan, kernels.source)) for n in (rows, 8)}
+    for stage in sorted(LEAF_SUMMED):
+        kernels, memory = machines[rows]
+        assert [k for k, _ in kernels.launches(kernels.last(stage))] == [stage, f"{stage}_tree"]
+        assert [k for k, _ in machines[8][0].launches(kernels.last(stage))] == [stage]
+        given = {n: values(n, memory.buffer(n).shape, rng) for n in kernels.last(stage).stage.inputs if n not in ("row_slot", "page_table")}
+        got = run(machines[rows], [stage], np.arange(rows), given)
+        for first in range(0, rows, 8):
+            for name, want in run(machines[8], [stage], np.arange(first, first + 8), given).items():
+                mine = got[name].take(range(first, first + 8), row_axis(name) - BY_NAME[name].is_layered)
+                assert mine.tobytes() == want.tobytes() and np.isfinite(held_values(want)).all(), (name, first)
+
+
+def held_values(array):
+    return array.view(ml_dtypes.bfloat16).astype(np.float32) if array.dtype == np.uint16 else array
 
 
 # ---- several ranks: what a small step stacks is added up in place ----
@@ -113,7 +137,7 @@ def test_ranks_add_up_what_a_small_step_stacks(tmp_path, tp, ride, rows):
         memory.meet(ranks)
         memory.arena[:] = 0xFF
         memory.buffer("row_slot")[:] = 0
-        memory.buffer("token_ids")[:] = np.arange(256) * 3 % 256
+        memory.buffer("token_ids")[:] = np.arange(len(memory.buffer("token_ids"))) * 3 % 256
 
     def run(stage):
         for memory in ranks:

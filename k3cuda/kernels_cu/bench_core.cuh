@@ -1,7 +1,7 @@
 // Kernels of scripts/bench_core.py: random weights made on the device, and the cores with a plain store.
 #pragma once
 #include "ceiling.cuh"
-#include "expert_core.cuh"
+#include "expert_down.cuh"
 #include "many_core.cuh"
 
 // Random BF16 pairs of magnitude 2^-6 to 2 (mode 0), random words (mode 1), or random bytes from 175 to 190 (mode 2: factor exponents).

@@ -6,12 +6,14 @@
 //   kLeaves, kGroups  of this rank
 //   kRun              tiles of a unit: an entry, a leaf, a run of 16-row tiles. A warp takes units in turn, each its own
 //   kPair             tiles of one copy: neighbours lie side by side where there is one leaf
-template <int kLeaves_, int kGroups_, int kMaxItems_, int kRun_ = 8>
+//   kTokens           items of an entry, at most: whole tiles of tokens
+template <int kLeaves_, int kGroups_, int kMaxItems_, int kRun_ = 8, int kTokens_ = kEntryTokens>
 struct ExpertItemsShape {
-  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRun = kRun_;
+  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRun = kRun_, kTokens = kTokens_, kTokenTiles = kTokens / kTokenTile;
   static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 16 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
   static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair;
-  static constexpr int kWarps = min_of(16, kRing / (2 * (kChunk + 8))), kThreads = kWarps * kWarpSize;   // fewer where leaves are long
+  // Fewer where leaves are long, or registers hold the tokens of several tiles.
+  static constexpr int kWarps = min_of(kTokenTiles > 1 ? 8 : 16, kRing / (2 * (kChunk + 8))), kThreads = kWarps * kWarpSize;
   static constexpr int kSlots = min_of(8, kRing / (kWarps * (kChunk + 8)));
   static constexpr int kBarrierAt = kWarps * kSlots * kChunk, kSmem = kBarrierAt + kWarps * kSlots * 8;
   static_assert(kSlots >= 2 && kRun % kPair == 0, "one chunk comes while another is multiplied");
@@ -68,56 +70,78 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
     }
   };
   for (int s = 0; s < S::kSlots; ++s) issue(s);
-  const int token = lane_id() / 4;
-  auto item_of = [&](int u) {                                                 // of this lane's token; -1: none. A unit's facts are known by then
+  typedef int Items[S::kTokenTiles];
+  auto items_of = [&](Items& to, int u) {                                     // of this lane's tokens; -1: none. A unit's facts are known by then
     const u32 entry = __shfl_sync(kFullWarp, known, u % kWarpSize);
     const int n = __shfl_sync(kFullWarp, has, u % kWarpSize);
-    return u < count && token < n ? int(((volatile const u16*)list->item)[entry_first(entry) + token]) : -1;
-  };
-  auto load_x = [&](uint4 (&to)[S::kGroups], int item, int u) {
-    const int leaf = (own + u * warps) % each / runs;
-    const uint4* mine = (const uint4*)(x + size_t(item < 0 ? 0 : item) * stride + leaf * S::kGroups * 32) + lane_id() % 4;
     K3_UNROLL
-    for (int i = 0; i < S::kGroups; ++i) to[i] = item < 0 ? uint4{0, 0, 0, 0} : load_activations(mine + i * 4);
+    for (int t = 0; t < S::kTokenTiles; ++t) {
+      const int token = t * kTokenTile + lane_id() / 4;
+      to[t] = u < count && token < n ? int(((volatile const u16*)list->item)[entry_first(entry) + token]) : -1;
+    }
   };
-  int slot = 0, item = item_of(0), next_item = item_of(1);
+  auto load_x = [&](uint4 (&to)[S::kTokenTiles][S::kGroups], const Items& item, int u) {
+    const int leaf = (own + u * warps) % each / runs;
+    K3_UNROLL
+    for (int t = 0; t < S::kTokenTiles; ++t) {
+      const uint4* mine = (const uint4*)(x + size_t(item[t] < 0 ? 0 : item[t]) * stride + leaf * S::kGroups * 32) + lane_id() % 4;
+      K3_UNROLL
+      for (int i = 0; i < S::kGroups; ++i) to[t][i] = item[t] < 0 ? uint4{0, 0, 0, 0} : load_activations(mine + i * 4);
+    }
+  };
+  int slot = 0;
+  Items item, next_item;
+  items_of(item, 0);
+  items_of(next_item, 1);
   u32 parity = 0;
-  uint4 next[S::kGroups];
+  uint4 next[S::kTokenTiles][S::kGroups];
   load_x(next, item, 0);
 #pragma unroll 1
   for (int u = 0; u < count; ++u) {
-    uint4 held[S::kGroups];
+    uint4 held[S::kTokenTiles][S::kGroups];
     K3_UNROLL
-    for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next[i]);
+    for (int i = 0; i < S::kTokenTiles * S::kGroups; ++i) (&held[0][0])[i] = scale_tokens((&next[0][0])[i]);
     load_x(next, next_item, u + 1);
     const int leaf = (own + u * warps) % each / runs, first = (own + u * warps) % runs * S::kRun;
-    float* to[2];
-    bool live[2];
+    int token_tiles = 1;                                                      // with tokens
     K3_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int other = __shfl_sync(kFullWarp, item, (lane_id() % 4 * 2 + i) * 4);
-      live[i] = other >= 0;
-      to[i] = results + (size_t(leaf) * S::kMaxItems + (live[i] ? other : 0)) * width + lane_id() / 4;
-    }
-    item = next_item;
+    for (int t = 1; t < S::kTokenTiles; ++t) token_tiles += __shfl_sync(kFullWarp, item[t], 0) >= 0;
+    int out[S::kTokenTiles][2];                                               // items of the columns that this lane has results of; -1: none
+    K3_UNROLL
+    for (int t = 0; t < S::kTokenTiles; ++t)
+      K3_UNROLL
+      for (int i = 0; i < 2; ++i) out[t][i] = __shfl_sync(kFullWarp, item[t], (lane_id() % 4 * 2 + i) * 4);
+    K3_UNROLL
+    for (int t = 0; t < S::kTokenTiles; ++t) item[t] = next_item[t];
     if ((u + 2) % kWarpSize == 0) learn(u + 2);
-    next_item = item_of(u + 2);
+    items_of(next_item, u + 2);
 #pragma unroll 1
     for (int part = 0; part < S::kCopies; ++part) {
       barrier_wait(full + slot, parity);
-      float sum[S::kPair][4];
-      K3_UNROLL
-      for (int t = 0; t < S::kPair; ++t) mxfp4_leaf<S::kGroups>(sum[t], slots + slot * S::kChunk + t * S::kLeafBytes, held);
+      auto one_tile = [&](int t) {
+        const u8* weights = slots + slot * S::kChunk + t * S::kLeafBytes;
+        float sum[S::kTokenTiles][4];
+        if constexpr (S::kTokenTiles == 1) mxfp4_leaf<S::kGroups>(sum[0], weights, held[0]);
+        else mxfp4_of_tiles<S::kGroups, 0>(sum, weights, held, token_tiles);
+        const int tile = first + part * S::kPair + t;
+        K3_UNROLL
+        for (int n = 0; n < S::kTokenTiles; ++n)
+          K3_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            const int row = tile * kTileRows + i / 2 * 8 + lane_id() / 4, to = out[n][i % 2];
+            if (to >= 0 && tile < tiles && row < width) results[(size_t(leaf) * S::kMaxItems + to) * width + row] = sum[n][i];
+          }
+      };
+      if constexpr (S::kTokenTiles == 1) {
+        K3_UNROLL
+        for (int t = 0; t < S::kPair; ++t) one_tile(t);
+      } else {
+#pragma unroll 1
+        for (int t = 0; t < S::kPair; ++t) one_tile(t);                       // one after the other: x fills the registers
+      }
       __syncwarp();
       issue(slot);
       if (++slot == S::kSlots) slot = 0, parity ^= 1;
-      K3_UNROLL
-      for (int t = 0; t < S::kPair; ++t)
-        K3_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const int tile = first + part * S::kPair + t, row = tile * kTileRows + i / 2 * 8;
-          if (live[i % 2] && tile < tiles && row + lane_id() / 4 < width) to[i % 2][row] = sum[t][i];
-        }
     }
   }
 }

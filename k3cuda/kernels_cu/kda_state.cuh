@@ -7,11 +7,11 @@
 #include "exchange.cuh"
 
 // kSplit: blocks a head (one cluster). kCols: value columns of a thread that holds state. kThreads: of a block; those beyond the
-// holders help with everything but the recurrence.
-template <int kDim_, int kWidth_, int kSplit_, int kCols_, int kThreads_ = 0>
+// holders help with everything but the recurrence. kGroups: lanes of a warp that share columns, each with every kGroups-th leaf.
+template <int kDim_, int kWidth_, int kSplit_, int kCols_, int kThreads_ = 0, int kGroups_ = 8>
 struct KdaShape {
   static constexpr int kDim = kDim_, kHistory = kWidth_ - 1, kWidth = kWidth_, kSplit = kSplit_, kCols = kCols_;
-  static constexpr int kGroups = 8;                        // of keys: lane / 4
+  static constexpr int kGroups = kGroups_, kLaneCols = kWarpSize / kGroups;   // of keys, and of columns: lane / kLaneCols, lane % kLaneCols
   static constexpr int kRuns = kDim / (4 * kGroups);       // leaves a thread holds, 4 kGroups keys apart
   static constexpr int kSlice = kDim / kSplit;
   static constexpr int kHolders = kGroups * kSlice / kCols;
@@ -24,7 +24,7 @@ struct KdaShape {
   static constexpr int kRowVectors = kInputs / 8, kConvVectors = kChannels / 8;   // of 16 bytes
   static constexpr int kVectors = (kBatch * kRowVectors + kThreads - 1) / kThreads;
   static constexpr int kGates = (kBatch * kSlice + kThreads - 1) / kThreads;
-  static_assert(kDim == 4 * kWarpSize && kHolders % kWarpSize == 0 && kThreads % kWarpSize == 0 && kSlice % (4 * kCols) == 0,
+  static_assert(kDim == 4 * kWarpSize && kHolders % kWarpSize == 0 && kThreads % kWarpSize == 0 && kSlice % (kLaneCols * kCols) == 0,
                 "a lane's four keys are a leaf");
   static_assert(kWidth == 4 && kSlice % 8 == 0, "a channel's taps are one vector");
 };
@@ -33,8 +33,8 @@ template <class S>
 struct KdaState {
   float s[4 * S::kRuns][S::kCols];              // [4 run + i]: key 32 run + 4 group + i
 
-  static K3_DEVICE int group() { return lane_id() / 4; }
-  static K3_DEVICE int column() { return (warp_id() * 4 + lane_id() % 4) * S::kCols; }
+  static K3_DEVICE int group() { return lane_id() / S::kLaneCols; }
+  static K3_DEVICE int column() { return (warp_id() * S::kLaneCols + lane_id() % S::kLaneCols) * S::kCols; }
 
   template <class F> K3_DEVICE void each(F f) {
     K3_UNROLL
@@ -92,7 +92,7 @@ struct KdaState {
   template <bool kPending>
   static K3_DEVICE void fold(float (&sum)[S::kCols], float (&more)[S::kCols]) {
     K3_UNROLL
-    for (int d = 16; d >= 4; d /= 2) {
+    for (int d = kWarpSize / 2; d >= S::kLaneCols; d /= 2) {
       K3_UNROLL
       for (int c = 0; c < S::kCols; ++c) {
         sum[c] += __shfl_xor_sync(kFullWarp, sum[c], d);
@@ -137,7 +137,7 @@ struct KdaState {
   }
 };
 
-constexpr int kStepRows = 256;                  // of a step at most
+constexpr int kStepRows = 1024;                 // of a step at most
 
 // Calls work(first row, slot) for the sequences `lane`, lane + lanes, ... of a step, counted by their first row. The whole block.
 template <class Work>

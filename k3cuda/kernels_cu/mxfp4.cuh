@@ -63,6 +63,50 @@ K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x) {
 template <int kGroups>
 K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x) { mxfp4_leaf_with<kGroups>(sum, leaf, [&](int g) { return x[g]; }); }
 
+// The same against the first kTiles tiles of tokens: every weight is expanded once. x: from kFirst on, this leaf's.
+template <int kGroups, int kFirst, int kTiles, int kTokenTiles, int kX>
+K3_DEVICE void mxfp4_leaf_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaf, const uint4 (&x)[kTokenTiles][kX]) {
+  const uint4* words = (const uint4*)leaf + lane_id();
+  const uint2* scales = (const uint2*)(leaf + kGroups * 256) + lane_id() / 4;
+  K3_UNROLL
+  for (int i = 0; i < kTiles * 4; ++i) (&sum[0][0])[i] = 0.f;
+  uint2 exponents;
+  uint4 w;
+  K3_UNROLL
+  for (int g = 0; g < kGroups; ++g) {
+    if (g % 4 == 0) exponents = scales[g / 4 * 8];
+    if (g % 2 == 0 && g + 1 < kGroups) w = words[g / 2 * kWarpSize];
+    if (g % 2 == 0 && g + 1 == kGroups) {
+      const uint2 odd = ((const uint2*)(leaf + g * 256))[lane_id()];
+      w.x = odd.x, w.y = odd.y;
+    }
+    const uint4 first = expand_mxfp4(g % 2 ? w.z : w.x), second = expand_mxfp4(g % 2 ? w.w : w.y);
+    const float low = scale_factor(exponents.x, g % 4), high = scale_factor(exponents.y, g % 4);
+    float c[kTiles][4] = {};
+    K3_UNROLL
+    for (int n = 0; n < kTiles; ++n) mma(c[n], first, x[n][kFirst + g].x, x[n][kFirst + g].y);
+    K3_UNROLL
+    for (int n = 0; n < kTiles; ++n) mma(c[n], second, x[n][kFirst + g].z, x[n][kFirst + g].w);
+    K3_UNROLL
+    for (int n = 0; n < kTiles; ++n) {
+      sum[n][0] = fmaf(c[n][0], low, sum[n][0]);
+      sum[n][1] = fmaf(c[n][1], low, sum[n][1]);
+      sum[n][2] = fmaf(c[n][2], high, sum[n][2]);
+      sum[n][3] = fmaf(c[n][3], high, sum[n][3]);
+    }
+  }
+}
+
+// Leaf kLeaf of one tile against the first `tiles` tiles of tokens, at least one. Each number has code of its own: branches inside would keep
+// one tile's products from hiding another's.
+template <int kGroups, int kLeaf, int kTiles = 1, int kTokenTiles, int kX>
+K3_DEVICE void mxfp4_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaves, const uint4 (&x)[kTokenTiles][kX], int tiles) {
+  if constexpr (kTiles < kTokenTiles) {
+    if (tiles > kTiles) return mxfp4_of_tiles<kGroups, kLeaf, kTiles + 1>(sum, leaves, x, tiles);
+  }
+  mxfp4_leaf_of_tiles<kGroups, kLeaf * kGroups, kTiles>(sum, leaves + kLeaf * mxfp4_leaf_bytes(kGroups), x);
+}
+
 // Leaves kFirst onward of one tile, neighbours added first.
 template <int kGroups, int kFirst, int kCount>
 K3_DEVICE void mxfp4_leaves(float (&sum)[4], const u8* leaves, const uint4* x) {

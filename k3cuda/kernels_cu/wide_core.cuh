@@ -1,4 +1,4 @@
-// The product of a step of 128 rows and more: the arithmetic and the packed weights of row_core.cuh, laid out for many tokens.
+// The product of a step of many rows: the arithmetic and the packed weights of row_core.cuh, laid out for many tokens.
 // A block keeps its tokens' part of one leaf of K in shared memory and lets the leaf's weights of many row tiles pass; each warp takes
 // tiles of its own, so no warp waits for another. Leaf sums go to memory as fragments, where a second kernel adds them in the tree.
 // A byte of the result depends on none of it: a leaf is one chain of MMAs from zero, leaves meet as neighbours.
@@ -9,15 +9,16 @@
 constexpr int kWideShared = 227 * 1024, kWideTokens = 118 * 1024;   // bytes of shared memory: of a block, of its tokens at most
 
 //   kTotal, kLeaves, kSteps  16-row tiles of the product; leaves of K that this rank holds, and k-steps in each
-//   kRows                    tokens, whole groups of 64
+//   kRows                    tokens, whole groups of 64, or fewer
 template <int kTotal_, int kLeaves_, int kSteps_, int kRows_>
 struct WideShape {
   static constexpr int kTotal = kTotal_, kLeaves = kLeaves_, kSteps = kSteps_, kRows = kRows_;
   static constexpr int kPairs = (kSteps + 1) / 2, kTileX = kPairs * kStepBytes;          // bytes of eight tokens' part of a leaf
   // Token tiles of a block. Short products have few weights to read twice.
-  static constexpr int kNT = kLeaves > 1 && kRows % 128 == 0 && 16 * kTileX <= kWideTokens ? 16 : 8;
-  static constexpr int kMT = kLeaves == 1 ? 2 : 32 / kNT, kWarps = 8, kThreads = kWarps * kWarpSize;   // row tiles of a warp; 128 sums a thread at most
-  static constexpr int kTokenTiles = kRows / kTokenTile, kGroups = kTokenTiles / kNT, kX = kNT * kTileX;
+  static constexpr int kTokenTiles = kRows / kTokenTile, kNT = kLeaves > 1 && kRows % 128 == 0 && 16 * kTileX <= kWideTokens ? 16 : min_of(8, kTokenTiles);
+  // Row tiles of a warp; 128 sums a thread at most.
+  static constexpr int kMT = kLeaves == 1 ? 2 : min_of(4, 32 / kNT), kWarps = 8, kThreads = kWarps * kWarpSize;
+  static constexpr int kGroups = kTokenTiles / kNT, kX = kNT * kTileX;
   static constexpr int kChunkSteps = chunk_steps(kSteps, 4, false), kLeafChunks = kSteps / kChunkSteps;
   static constexpr int kTileChunk = kChunkSteps * kStepBytes, kChunkBytes = kMT * kTileChunk;
   static constexpr int kSlots = min_of(6, (kWideShared - kX) / (kWarps * (kChunkBytes + 8)));
@@ -184,6 +185,20 @@ K3_DEVICE f32x4 wide_tree(const f32x4* leaf) {
   }
 }
 
+// An epilogue(row, token, value, addend) whose addend(row, token) comes from memory: the adding kernel asks for those of all its values at
+// once, since no load passes the store of another value.
+template <class Addend, class Epilogue>
+struct Added {
+  Addend addend;
+  Epilogue epilogue;
+  K3_DEVICE void operator()(int row, int token, float v) const { epilogue(row, token, v, addend(row, token)); }
+};
+template <class A, class E> K3_DEVICE Added<A, E> added(const A& a, const E& e) { return {a, e}; }
+template <class E> K3_DEVICE float addend_of(const E&, int, int) { return 0; }
+template <class A, class E> K3_DEVICE float addend_of(const Added<A, E>& e, int row, int token) { return e.addend(row, token); }
+template <class E> K3_DEVICE void finish(const E& e, int row, int token, float v, float) { e(row, token, v); }
+template <class A, class E> K3_DEVICE void finish(const Added<A, E>& e, int row, int token, float v, float addend) { e.epilogue(row, token, v, addend); }
+
 // Adds leaf sums and finishes; epilogue as in row_product. wide_sum_blocks blocks of S::kThreads threads.
 template <class S, bool kPair, class Epilogue>
 K3_DEVICE void wide_sum(const f32x4* partial, Epilogue&& epilogue) {
@@ -196,10 +211,16 @@ K3_DEVICE void wide_sum(const f32x4* partial, Epilogue&& epilogue) {
   K3_UNROLL
   for (int t = 0; t < kTiles; ++t)   // an odd last tile has no neighbour: its place is not used
     v[t] = wide_tree<S::kLeaves>(partial + (size_t(min_of(tile + t, S::kTotal - 1)) * S::kTokenTiles + token_tile) * S::kLeaves * kWarpSize + lane_id());
-  K3_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const int row = tile / kTiles * kTileRows + lane_id() / 4 + i / 2 * 8, token = token_tile * kTokenTile + lane_id() % 4 * 2 + i % 2;
-    if constexpr (kPair) epilogue(row, token, (&v[0].x)[i], (&v[1].x)[i]);
-    else epilogue(row, token, (&v[0].x)[i]);
+  auto row_of = [&](int i) { return tile / kTiles * kTileRows + lane_id() / 4 + i / 2 * 8; };
+  auto token_of = [&](int i) { return token_tile * kTokenTile + lane_id() % 4 * 2 + i % 2; };
+  if constexpr (kPair) {
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) epilogue(row_of(i), token_of(i), (&v[0].x)[i], (&v[1].x)[i]);
+  } else {
+    float addend[4];
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) addend[i] = addend_of(epilogue, row_of(i), token_of(i));
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) finish(epilogue, row_of(i), token_of(i), (&v[0].x)[i], addend[i]);
   }
 }

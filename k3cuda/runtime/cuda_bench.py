@@ -42,6 +42,8 @@ class StepBench:
     Args:
         kv_cache_dtype: "bf16" or "fp8_e4m3".
         drafting: a made draft beside it, whose weights are made on the device too; None: no draft.
+
+    Raises OutOfMemory: the weights do not fit.
     """
 
     def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str, drafting: Drafting | None = None):
@@ -49,16 +51,24 @@ class StepBench:
         self.device = open_device(0)
         self.filler, timer = Filler(self.device.arch), Timer(self.device.arch)
         self.cycles_a_us = timer.cycles_a_us
+        self.source, self._plan, self.drafting = SimpleNamespace(cfg=cfg), build_plan(cfg, tp, drafting and drafting.taps), drafting
+        try:
+            self._fill(timer)
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            raise OutOfMemory(f"the weights of a rank of {tp} do not fit on the GPU beside what uses it already",
+                              "end the other programs that nvidia-smi shows, or ask for fewer layers or more ranks") from e
+        self.backend = self.unpacked = None
+
+    def _fill(self, timer: Timer) -> None:
+        """The read ceiling, then weights."""
         pool = cupy.empty(CEILING_BYTES, cupy.uint8)
         self.filler.run("fill_mxfp4", pool, CEILING_BYTES // 4, ctypes.c_uint(1), ctypes.c_int(1), ctypes.c_int(0), ctypes.c_int(0))
         self.ceiling = timer.read_ceiling(pool, self.device.name)
         del pool
         cupy.get_default_memory_pool().free_all_blocks()
-        self.source, self._plan, start = SimpleNamespace(cfg=cfg), build_plan(cfg, tp, drafting and drafting.taps), time.perf_counter()
-        self.drafting = drafting
-        self._weights = synthetic_weights(self._plan, self.source, tp, rank, arch=self.device.arch)
+        start = time.perf_counter()
+        self._weights = synthetic_weights(self._plan, self.source, self.tp, self.rank, arch=self.device.arch)
         log.info("weights made in %.1f s", time.perf_counter() - start)
-        self.backend = self.unpacked = None
 
     def compile(self, rows, probes=(NO_PROBES,), more=()) -> None:
         """Kernels for steps of so many rows and for their checks, and the buckets `more`, all side by side."""
@@ -137,16 +147,21 @@ class StepBench:
     def stages(self, names=()) -> list[dict]:
         """Microseconds of every stage: its operations of all layers in turn, behind one another, with the memory that they find.
 
+        Each finds buffers as the step leaves them, and one list of experts for all its layers: the last one's.
         Raises BenchmarkError: a stage reads faster than the memory can, though not from a cache.
         """
-        bucket = bucket_of(self.rows)
-        experts, groups = self.count_experts(), {}
+        bucket, groups = bucket_of(self.rows), {}
         for ops, launches in [*launch_groups(self.backend, "step", bucket), *launch_groups(self.backend, "commit", bucket)]:
             if not names or ops[0].stage.name in names:
                 members = groups.setdefault(ops[0].stage.name, ([], []))
                 members[0].extend(ops)
                 members[1].extend(launches)
-        found = [self._stage(name, ops, launches, self.bytes(experts)) for name, (ops, launches) in groups.items()]
+        found = []
+        for name, (ops, launches) in groups.items():
+            self.restore()
+            self.backend.replay("step", bucket)   # a stage repeated alone, a mix above all, leaves what no step would
+            listed = self._listed_experts()
+            found.append(self._stage(name, ops, launches, self.bytes({op.layer: listed for op in ops})))
         self.restore()
         return found
 
@@ -170,10 +185,14 @@ class StepBench:
             for launch in launches:
                 launch.launch()
             if op.stage.name == "route":
-                self.backend.stream.synchronize()
-                counts[op.layer] = len(np.unique(self.memory.buffer("expert_ids")[:self.rows].get()))
+                counts[op.layer] = self._listed_experts()
         self.backend.stream.synchronize()
         return counts
+
+    def _listed_experts(self) -> int:
+        """Distinct experts of the choice that the last router left."""
+        self.backend.stream.synchronize()
+        return len(np.unique(self.memory.buffer("expert_ids")[:self.rows].get()))
 
     def replay(self) -> dict[str, np.ndarray]:
         """`outputs` of the placed step, run as it is timed; states stay."""

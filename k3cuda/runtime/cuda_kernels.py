@@ -18,7 +18,7 @@ from .step_records import CLUSTER, MAX_VOCAB, VOCAB_STEP, sampler_warps
 # says; others as published: H100 SXM 132, B200 148, GB200 152, GB300 152, B300 148. Any other GPU compiles for itself at its first step.
 GPU_SMS = {"sm_90a": (132,), "sm_100a": (148, 152), "sm_103a": (152, 148)}
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, DECODE_ROWS)
-ROW_BUCKETS = (*DECODE_BUCKETS, 128, MAX_ROWS)  # a step runs in the smallest that holds its rows
+ROW_BUCKETS = (*DECODE_BUCKETS, 128, 256, 512, MAX_ROWS)  # a step runs in the smallest that holds its rows
 
 
 def bucket_of(rows: int) -> int:

@@ -62,7 +62,8 @@ def _check(bench: StepBench, ids: np.ndarray) -> dict:
     """The same logits and states however the prompt is cut into wide steps."""
     found = []
     half = len(ids) // 2
-    for sizes in ([half, len(ids) - half], [half // 2, half - half // 2, len(ids) - half]):
+    fourth, eighth = half // 4, half // 8   # of a full prompt in buckets whose experts take fewer items together
+    for sizes in ([half, len(ids) - half], [fourth, eighth, half - fourth - eighth, len(ids) - half]):
         sizes = [n for n in sizes if n]
         bench.backend.open_slot(0, range(bench.pages_a_slot))
         _run(bench, ids, sizes)

@@ -10,6 +10,8 @@ from ..config import PAGE_SIZE
 from .backend import AS_SAMPLED, StepRows
 from .sampling import Draw, SamplingParams
 
+MIXED_ROWS = 256   # of a step that has prompts beside decoding sequences, which wait for it
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -209,8 +211,8 @@ class Scheduler:
         sequence.slot, sequence.pages = None, ()
 
     def plan(self) -> list[Work]:
-        """Decoding sequences first, then chunks of prompts in order of arrival, at most `max_rows` rows in all."""
-        room, work = self.max_rows, []
+        """Decoding sequences first, then chunks of prompts in order of arrival, at most `max_rows` rows in all, MIXED_ROWS beside decoding ones."""
+        room, work = min(self.max_rows, MIXED_ROWS) if any(s.is_decoding for s in self.running) else self.max_rows, []
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):  # stable: arrival within each kind
             pending = sequence.num_pending
             count = min(pending, room, sequence.marks[-1] - sequence.committed if sequence.marks else room)

@@ -62,8 +62,8 @@ def kda_mix_shared(split):
 
 
 def kda_wide():
-    """The three kernels of a wide step's middle, in order. Blocks: (rows / 8 x heads), (heads x 8, lanes), (rows x heads / 8)."""
-    gates, scan = "KdaShape<128, 4, 1, 4, 256>", "KdaShape<128, 4, 8, 1>"
+    """The three kernels of a wide step's middle, in order. Blocks: (rows / 8 x heads), (heads x 16, lanes), (rows x heads / 8)."""
+    gates, scan = "KdaShape<128, 4, 1, 4, 256>", "KdaScanShape<128, 4>"
     bodies = (("gates", gates, 256, "kda_gates<S>(a, w, *(KdaGatesSmem<S>*)raw, blockIdx.x % a.heads, blockIdx.x / a.heads * 8, " + READY + ");"),
               ("scan", scan, 128, "grid_wait();\n  grid_launch_next();\n  "
                "kda_scan<S>(a, w, *(KdaScanSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y);"),
@@ -80,7 +80,7 @@ def kda_rows():
 
 KDA_GATES_SHARED = kda_mix_shared(1) + 2 * 8 * 3 * 384   # bytes of KdaGatesSmem
 KDA_ROWS_SHARED = KDA_GATES_SHARED + 2 * 32 * 528 * 4 + 32   # of KdaRowsSmem
-KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 16) + 256) + 32   # bytes of KdaScanSmem
+KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 8) + 1024) + 32   # bytes of KdaScanSmem
 
 
 def kda_commit(split, cols, threads=0, min_blocks=1):
@@ -124,8 +124,17 @@ def list_experts(experts, top_k, rows, threads):
     return _kernel(f"list_{experts}_{rows}_{threads}", f"ListShape<{experts}, {top_k}, {rows}, {threads}>", body, threads, 1, args)
 
 
+def list_wide(experts, top_k, rows, threads, blocks, group):
+    """Of all `rows` rows."""
+    args = "const int* ids, const int* row_slot, int* entries, int* items, u32* entry, u16* item"
+    body = ("__shared__ WideListSmem<S> m;\n"
+            f"  list_wide<S>(ids, row_slot, ListOut{{entries, items, entry, item}}, m, {READY});")
+    shape = f"WideListShape<{experts}, {top_k}, {rows}, {blocks}, {threads}, {group}>"
+    return _kernel(f"list_wide_{experts}_{rows}_{blocks}_{group}", shape, body, threads, 1, args)
+
+
 def unit(kernels) -> str:
-    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_rows.cuh", "norm_wide.cuh", "route_core.cuh"))
+    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_rows.cuh", "norm_wide.cuh", "list_wide.cuh"))
     return heads + "".join(k.source for k in kernels)
 
 

@@ -68,7 +68,7 @@ class Kda:
         def run(args, rows):
             gates, scan, norm = kernels
             self.cores.run(gates, -(-rows // 8) * self.heads, [args, work], shared=KDA_GATES_SHARED)
-            self.cores.run(scan, (self.heads * 8, lanes), [args, work], shared=KDA_SCAN_SHARED)
+            self.cores.run(scan, (self.heads * 16, lanes), [args, work], shared=KDA_SCAN_SHARED)
             self.cores.run(norm, -(-rows * self.heads // 8), [args, work])
         return self._run(row_slot, x, layer, run)
 

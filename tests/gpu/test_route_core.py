@@ -11,11 +11,12 @@ F32, I32 = np.float32, np.int32
 K3, SMALL = (896, 16), (16, 4)
 ROUTES = {(*m, t): ck.route(*m, t) for m, t in ((K3, 128), (K3, 256), (K3, 512), (SMALL, 64))}
 LISTS = {(*m, r, t): ck.list_experts(*m, r, t) for m, r, t in ((K3, 1, 256), (K3, 8, 384), (K3, 64, 512), (K3, 256, 384), (SMALL, 64, 128))}
+WIDE_LISTS = {(*m, *s): ck.list_wide(*m, *s) for m, s in ((K3, (128, 512, 16, 8)), (K3, (1024, 512, 16, 24)), (SMALL, (128, 64, 5, 24)), (SMALL, (128, 64, 20, 8)))}
 
 
 @pytest.fixture(scope="module")
 def cores():
-    return ck.Cores([*ROUTES.values(), *LISTS.values()])
+    return ck.Cores([*ROUTES.values(), *LISTS.values(), *WIDE_LISTS.values()])
 
 
 def route(cores, shape, logits, bias, slots=None, scale=1.0):
@@ -101,6 +102,22 @@ def test_bytes_alone_in_a_batch_and_beside_nan(cores):
                                          ((*K3, 256, 384), 256), ((*K3, 256, 384), 70), ((*SMALL, 64, 128), 50)])
 @pytest.mark.parametrize("kind", ("random", "one set", "padding"))
 def test_expert_list(cores, shape, rows, kind):
+    ids, slots = choice(shape, rows, kind)
+    check_list(cores, LISTS[shape], 1, [up(ids), up(slots), ctypes.c_int(rows)], shape, 8, ids, slots)
+
+
+@pytest.mark.parametrize("shape", WIDE_LISTS)
+@pytest.mark.parametrize("kind", ("random", "one set", "padding", "half"))
+def test_wide_expert_list(cores, shape, kind):
+    """The same list from several blocks, also where some have no experts; rows behind those of a step are padding."""
+    rows, (ids, slots) = shape[2], choice(shape, shape[2], kind)
+    if kind == "half":
+        slots[rows // 2:] = -1
+    check_list(cores, WIDE_LISTS[shape], shape[4], [up(ids), up(slots)], shape, shape[5], ids, slots)
+
+
+def choice(shape, rows, kind):
+    """Ids of `rows` rows, and their slots."""
     experts, k = shape[:2]
     g = np.random.default_rng(rows)
     ids = np.stack([g.permutation(experts)[:k] for _ in range(rows)]).astype(I32)
@@ -108,9 +125,13 @@ def test_expert_list(cores, shape, rows, kind):
         ids[:] = ids[0]
     slots = np.where(g.random(rows) < 0.4, -1, 1).astype(I32) if kind == "padding" else np.ones(rows, I32)
     ids[slots < 0] = 1 << 30                     # stale garbage
-    most = shape[2] * k
+    return ids, slots
+
+
+def check_list(cores, kernel, blocks, arguments, shape, group, ids, slots):
+    k, most = shape[1], shape[2] * shape[1]
     out = [up(np.full(n, 0x7777, t)) for n, t in ((1, I32), (1, I32), (most + 1, np.uint32), (most, np.uint16))]
-    cores.run(LISTS[shape], 1, [up(ids), up(slots), ctypes.c_int(rows), *out])
+    cores.run(kernel, blocks, [*arguments, *out])
     entries, items, entry, item = (down(x) for x in out)
     lists = {}
     for r in np.flatnonzero(slots >= 0):
@@ -118,7 +139,7 @@ def test_expert_list(cores, shape, rows, kind):
             lists.setdefault(int(ids[r, p]), []).append(r * k + p)
     want_items = [i for e in sorted(lists) for i in lists[e]]
     firsts = np.cumsum([0] + [len(lists[e]) for e in sorted(lists)])
-    want = [e | int(first + g) << 16 for e, first in zip(sorted(lists), firsts) for g in range(0, len(lists[e]), 8)]
+    want = [e | int(first + g) << 16 for e, first in zip(sorted(lists), firsts) for g in range(0, len(lists[e]), group)]
     assert (entries[0], items[0]) == (len(want), len(want_items))
     assert list(entry[:len(want) + 1]) == [*want, len(want_items) << 16] and list(item[:len(want_items)]) == want_items
     assert (entry[len(want) + 1:] == 0x7777).all() and (item[len(want_items):] == 0x7777).all()

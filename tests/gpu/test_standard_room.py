@@ -83,14 +83,13 @@ def test_the_length_that_is_named_works_and_uses_no_more():
 def test_kernels_and_graphs_fit_what_is_kept_for_them():
     """All buckets of steps and commits, captured."""
     cp.get_default_memory_pool().free_all_blocks()
-    made = Cuda(headdims())
+    made = Cuda(headdims(), max_model_len=ROW_BUCKETS[-1])
     before = used()
-    made.open_slot(0, [0, 1])
+    made.open_slot(0, range(ROW_BUCKETS[-1] // PAGE_SIZE))
     for bucket in ROW_BUCKETS:
-        n = min(bucket, 120)   # the slot holds 128
         made._check.open(0)
-        made.step(rows(0, 0, np.arange(n) % 250))
-        made.commit(np.zeros(n, bool))
+        made.step(rows(0, 0, np.arange(bucket) % 250))
+        made.commit(np.zeros(bucket, bool))
     assert len(made._graphs) >= 2 * (len(ROW_BUCKETS) - 1)
     print(f"kernels and graphs: {(used() - before) / 2**20:.0f} MiB")
     assert used() - before <= KERNEL_BYTES

@@ -8,7 +8,7 @@ pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cu
 from models import headdims  # noqa: E402
 from standard import Cuda, compile_ahead, same  # noqa: E402
 
-from k3cuda.config import PAGE_SIZE  # noqa: E402
+from k3cuda.config import MAX_ROWS, PAGE_SIZE  # noqa: E402
 from k3cuda.runtime.backend import StepRows  # noqa: E402
 from k3cuda.runtime.cuda_kernels import bucket_of  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
@@ -16,6 +16,7 @@ from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 
 TOKENS, PAGES = 300, 5
 IDS = np.random.default_rng(11).integers(3, 256, TOKENS)
+WIDEST, WIDEST_PAGES = np.random.default_rng(12).integers(3, 256, MAX_ROWS + 76), 18   # a prompt that fills the widest step, and its pages
 NARROW = [60] * 5
 UNITS = ((1, "bf16", True), (1, "fp8_e4m3", True), (2, "bf16", True), (4, "bf16", False))   # (ranks, cache, whether collectives ride)
 OPTIONS = [{"tp": tp, "kv_cache_dtype": kv, "ride": ride} for tp, kv, ride in UNITS]
@@ -29,7 +30,8 @@ def many_leaves():
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(many_leaves):
-    compile_ahead(*((headdims().cfg, tp, (64, 128, 256), kv, ride) for tp, kv, ride in UNITS), (headdims().cfg, 1, (16,), "bf16", True),
+    compile_ahead(*((headdims().cfg, tp, (64, 128, 256), kv, ride) for tp, kv, ride in UNITS),
+                  *((headdims().cfg, tp, (512, MAX_ROWS), kv, ride) for tp, kv, ride in (UNITS[0], UNITS[3])), (headdims().cfg, 1, (16,), "bf16", True),
                   (many_leaves.cfg, 1, (64, 128), "bf16", True))
 
 
@@ -52,10 +54,10 @@ def cache_of(be, pages, tokens):
     return cache[:, pages].reshape(dims["num_mla_layers"], -1, dims["mla_cache_dim"])[:, :tokens]
 
 
-def prompt(chunks, slot=0, pages=None, source=None, ids=IDS, **options):
+def prompt(chunks, slot=0, pages=None, source=None, ids=IDS, length=PAGES, **options):
     """Logits of the last rows of every step, by position, and what the sequence leaves: states and cache."""
-    be, out, done = Cuda(source or headdims(), max_model_len=PAGES * PAGE_SIZE, **options), {}, 0
-    pages = list(range(slot * PAGES, (slot + 1) * PAGES)) if pages is None else pages
+    be, out, done = Cuda(source or headdims(), max_model_len=length * PAGE_SIZE, **options), {}, 0
+    pages = list(range(slot * length, (slot + 1) * length)) if pages is None else pages
     be.open_slot(slot, pages)
     for n in chunks:
         be.step(rows_of((slot, done, ids[done:done + n]), logits=64))
@@ -90,6 +92,14 @@ def check(got, want):
 def test_wide_steps_give_the_bytes_of_narrow_ones(chunks, options):
     pages = [13, 2, 8, 19, 4]
     check(prompt(chunks, slot=2, pages=pages, **options), narrow(**options))
+
+
+@pytest.mark.parametrize("options", (OPTIONS[0], OPTIONS[3]), ids=str)
+def test_widest_steps_give_the_bytes_of_narrow_ones(options):
+    """More than one entry of sixteen items for an expert, too: sixteen experts, four a row."""
+    want = prompt([60] * 18 + [20], ids=WIDEST, length=WIDEST_PAGES, **options)
+    for chunks in ([MAX_ROWS, 76], [512, 588], [1, 300, 799]):
+        check(prompt(chunks, slot=1, ids=WIDEST, length=WIDEST_PAGES, **options), want)
 
 
 def test_experts_with_many_leaves(many_leaves):

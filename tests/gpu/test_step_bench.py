@@ -9,6 +9,7 @@ from models import headdims  # noqa: E402
 from k3cuda.emit import NO_PROBES, Probes  # noqa: E402
 from k3cuda.errors import BenchmarkError  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
+from k3cuda.runtime.cuda_bench_checks import same_step  # noqa: E402
 
 FORCED, DELAY_US = 7, 50.0
 #          sequences, rows of each, context
@@ -34,6 +35,16 @@ def test_steps_pass_their_own_checks(bench, shape):
     stages = bench.stages()
     assert {"kda_in", "mla_attend", "expert_up", "kda_commit"} <= {s["stage"] for s in stages} and all(s["us"] > 0 for s in stages)
     assert [s["stage"] for s in bench.stages(["route"])] == ["route"]
+
+
+def test_every_stage_finds_what_the_step_leaves(bench, monkeypatch):
+    bench.open(1, 64)
+    bench.place(1, 8, 8)
+    want, found, graph = bench.replay(), [], bench.timer.graph
+    monkeypatch.setattr(bench.timer, "graph", lambda launches: (found.append(bench.outputs()), graph(launches))[1])
+    stages = bench.stages()
+    for stage, got in zip(stages, found, strict=True):
+        same_step(got, want, f"before {stage['stage']} is timed")
 
 
 def test_a_step_behind_another_begins_where_that_one_did(bench):

@@ -11,7 +11,7 @@ struct kda_in_rows {   // first tile of each part of the joined matrix
                        kHead = tiles_of(kOwnKdaDim), kGate = kQkv + 3 * kHead, kTotal = kGate + kHead;
 };
 
-struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps> {
+struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps, false, kRows, kLeafSumRows> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     typedef kda_in_rows R;
     product<kda_in, Kernel>(s, w_kda_in(op), attn_in(s), kHiddenSize, [&](int row, int token, float v) {
@@ -63,10 +63,11 @@ struct kda_mix : StageDefaults {
   }
 };
 
-// A wide step's three. Layouts: a block of eight rows has a head; a block of the recurrence 16 of its 128 columns, a column a thread.
+// A wide step's three. Layouts: a block of eight rows has a head; a block of the recurrence a slice of its columns.
 K3_DEVICE KdaWork kda_work(const Step& s) { return {kda_rows(s), kda_values(s), kda_o(s)}; }
 typedef KdaShape<kKdaHeadDim, kConvWidth, 1, 4, 256> KdaGatesLayout;
-typedef KdaShape<kKdaHeadDim, kConvWidth, 8, 1> KdaScanLayout;
+typedef KdaScanShape<kKdaHeadDim, kConvWidth> KdaScanLayout;
+static_assert(kMaxRows <= kStepRows, "shared memory has room for a step's rows");
 
 struct kda_gates : StageDefaults {
   static constexpr int kBlocks = ceil_div(kRows, KdaGatesLayout::kBatch) * kOwnKdaNumHeads, kThreads = KdaGatesLayout::kThreads,

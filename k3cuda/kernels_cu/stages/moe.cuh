@@ -1,6 +1,8 @@
 // LatentMoE: router and latent beside the shared expert's way up, the choice beside its way down, the routed experts, their norm and way back.
 #pragma once
+#include "expert_down.cuh"
 #include "expert_wide.cuh"
+#include "list_wide.cuh"
 #include "norm_wide.cuh"
 #include "stages/common.cuh"
 #include "route_core.cuh"
@@ -12,7 +14,7 @@ struct moe_in_rows {   // tiles: gate and up of the shared expert in turn, then 
                        kTotal = kLatent + tiles_of(kOwnRoutedExpertHiddenSize);
 };
 
-struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, true> {
+struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, true, kRows, kLeafSumRows> {
   static __device__ void other(const Step& s, int row, int token, float v) {   // row of the joined matrix, behind the shared expert
     typedef moe_in_rows R;
     if (row >= R::kLatent * kTileRows) {
@@ -90,14 +92,24 @@ constexpr bool kListed = kRows > kDecodeRows;   // a wide step lists the experts
 typedef ExpertList<kMaxItems> StepExperts;
 K3_DEVICE StepExperts* step_experts(const Step& s) { return (StepExperts*)expert_list(s); }
 
-// One block of a wide step lists who needs which expert.
+// Items of an entry. In a step of 512 rows and more an expert has nine or more on average: several tiles of tokens share its expansion, where
+// registers hold them.
+constexpr bool kManyTiles = kRows >= 512 && max_of(kExpertW13Steps, kExpertW2Steps) <= 8;
+#if __CUDA_ARCH__ >= 1000   // where ptxas finds registers for two
+constexpr int kMostTiles = 2;
+#else
+constexpr int kMostTiles = 3;
+#endif
+constexpr int kStepEntryTokens = kManyTiles ? kMostTiles * kEntryTokens : kEntryTokens;
+
+// Blocks of a wide step list who needs which expert, each some of the experts.
 struct route_list : StageDefaults {
-  static constexpr int kBlocks = 1, kThreads = 512;
-  typedef ListShape<kNumExperts, kNumExpertsPerToken, kRows, kThreads, kEntryTokens> Shape;
+  static constexpr int kBlocks = 16, kThreads = 512;
+  typedef WideListShape<kNumExperts, kNumExpertsPerToken, kRows, kBlocks, kThreads, kStepEntryTokens> Shape;
   static __device__ void run(const Step& s, const OpArgs&) {
-    __shared__ ListSmem<Shape> smem;
+    __shared__ WideListSmem<Shape> smem;
     StepExperts& to = *step_experts(s);
-    list_experts<Shape>(expert_ids(s), row_slot(s), kRows, {&to.entries, &to.items, to.entry, to.item}, smem, [] {
+    list_wide<Shape>(expert_ids(s), row_slot(s), {&to.entries, &to.items, to.entry, to.item}, smem, [] {
       grid_wait();
       grid_launch_next();
     });
@@ -115,25 +127,39 @@ struct ListMaker {
   }
 };
 
+// With several tiles of tokens one block has the registers of the multiprocessor for itself.
 struct expert_up : StageDefaults {
-  static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize;
-  typedef ListMaker<kThreads> List;
+  static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
+  static constexpr int kResident = kManyTiles ? 1 : 2, kBlocks = kResident * kSms, kRing = (kManyTiles ? 124 : 62) * 1024;
+  static constexpr int kMostEntries = min_of(kMaxItems, kNumExperts + kMaxItems / kStepEntryTokens);
+  template <bool kIsSlice, class Unused = void>
+  struct Entries {   // all of them, made here
+    typedef StepExperts List;
+    typedef ListMaker<kThreads> Maker;
+    static constexpr int kScratch = Maker::kScratch;
+    template <class Ready> static __device__ void make(const Step& s, List& list, u8* scratch, Ready&& ready) { Maker::make(s, list, scratch, ready); }
+  };
+  template <class Unused>
+  struct Entries<true, Unused> {   // those of a block, which a kernel before has listed
+    typedef ExpertSlice<ceil_div(ceil_div(kMostEntries * kTilePairs, kBlocks), kTilePairs) + 1, kStepEntryTokens> List;
+    static constexpr int kScratch = 0;
+    template <class Ready> static __device__ void make(const Step& s, List& list, u8*, Ready&& ready) {
+      ready();
+      load_slice(list, *step_experts(s), kTilePairs, kBlocks);
+    }
+  };
+  typedef Entries<kListed> Own;
   // One row: as if two, which takes fewer registers.
-  typedef ExpertUpShape<kExpertW13Leaves, kExpertW13Steps, StepExperts, min_of(max_of(kRows, 2), kEntryTokens), kWarps, 62 * 1024, List::kScratch> Shape;
-  static constexpr int kResident = 2, kBlocks = kResident * kSms, kSmem = Shape::kSmem;
+  typedef ExpertUpShape<kExpertW13Leaves, kExpertW13Steps, Own::List, min_of(max_of(kRows, 2), kStepEntryTokens), kWarps, kRing, Own::kScratch> Shape;
+  static constexpr int kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    auto ready = [] {
-      grid_wait();
-      grid_launch_next();
-    };
-    expert_up_product<Shape>((const u8*)w_expert_w13(op), tiles_of(kOwnMoeIntermediateSize), moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken,
-                             kBlocks, smem,
-      [&](StepExperts& list, u8* scratch) {
-        if constexpr (kListed) {
-          ready();
-          load_list(list, step_experts(s));
-        } else List::make(s, list, scratch, ready);
+    expert_up_product<Shape>((const u8*)w_expert_w13(op), kTilePairs, moe_latent(s), kRoutedExpertHiddenSize, kNumExpertsPerToken, kBlocks, smem,
+      [&](Own::List& list, u8* scratch) {
+        Own::make(s, list, scratch, [] {
+          grid_wait();
+          grid_launch_next();
+        });
       },
       [&](int item, int row, float gate, float up) {
         if (row < kOwnMoeIntermediateSize) expert_act(s)[size_t(item) * kOwnMoeIntermediateSize + row] = float_to_bf16(situ(gate, up));
@@ -168,7 +194,7 @@ struct moe_down : StageDefaults {
 
 // The same in a wide step, as two kernels.
 struct expert_items : StageDefaults {
-  typedef ExpertItemsShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems> Shape;
+  typedef ExpertItemsShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, 8, kStepEntryTokens> Shape;
   static constexpr int kBlocks = kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
@@ -220,10 +246,12 @@ struct routed_norm : RoutedNorm<kListed> {};
 
 struct latent_up : ProductStage<tiles_of(kOwnHiddenSize), kLatentUpLeaves, kLatentUpSteps> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
-    product<latent_up, Kernel>(s, w_latent_up(op), routed_normed(s), kRoutedExpertHiddenSize, [&](int row, int token, float v) {
-      int at = token * kOwnHiddenSize + row;
-      if (row < kOwnHiddenSize) put_moe_out_part(s, token, row, v + tree_sum<kRanks>(shared_parts(s) + at, kMaxRows * kOwnHiddenSize));
-    });
+    auto shared = [&](int row, int token) {
+      return row < kOwnHiddenSize ? tree_sum<kRanks>(shared_parts(s) + token * kOwnHiddenSize + row, kMaxRows * kOwnHiddenSize) : 0.f;
+    };
+    product<latent_up, Kernel>(s, w_latent_up(op), routed_normed(s), kRoutedExpertHiddenSize, added(shared, [&](int row, int token, float v, float addend) {
+      if (row < kOwnHiddenSize) put_moe_out_part(s, token, row, v + addend);
+    }));
   }
 };
 

@@ -17,8 +17,7 @@ def collectives(found: dict, table: Callable, source: Callable) -> str:
 
 def settings(found: dict) -> str:
     """What NCCL was told: above all whether it may use NVLink's multicast."""
-    told = {name: value for name, value in found["nccl_settings"].items() if name != "NCCL_VERSION"}   # which an image notes for people
-    return ", ".join(f"`{name}={value}`" for name, value in sorted(told.items())) or "NCCL's own settings"
+    return ", ".join(f"`{name}={value}`" for name, value in sorted(found["nccl_settings"].items())) or "NCCL's own settings"
 
 
 def rank_steps(found: dict, table: Callable, source: Callable) -> str:

@@ -106,7 +106,7 @@ def test_ranks_with_a_gpu_each(folder):
     steps = [{"how": how, "ranks": how, "rows": 1, "ms": ms, "floor_ms": 1.1} for how, ms in (("looped_back", 1.4), ("nccl", 1.9), ("peer", 1.5))]
     put("rank_steps", ranks=2, layers=8, hops=50, steps=steps, nccl_settings={"NCCL_NVLS_ENABLE": "0"})
     times = [{"collective": "gather", "rows": 1, "bytes": 14336, "by": by, "us": us, "us_p99": us + 1} for by, us in (("nccl", 12.5), ("peer", 4.25))]
-    put("collectives-2", ranks=2, nccl="2.28.9", replays=10_000, no_peers="", empty={"us": 1.0}, collectives=times, nccl_settings={"NCCL_NVLS_ENABLE": "0", "NCCL_VERSION": "2"})
+    put("collectives-2", ranks=2, nccl="2.28.9", replays=10_000, no_peers="", empty={"us": 1.0}, collectives=times, nccl_settings={"NCCL_NVLS_ENABLE": "0"})
     page = made.page(path)
     assert "| gather | 1 | 14.3 | 12.50 (13.50) | 4.25 (5.25) |" in page and "10,000 replays" in page and page.count("(`NCCL_NVLS_ENABLE=0`)") == 2
     assert "| 1 | 1.100 | 1.400 | 1.900 (+10.0) | 1.500 (+2.0) |" in page

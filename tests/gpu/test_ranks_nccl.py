@@ -65,7 +65,7 @@ LIMIT = 2e-3   # of caches that are split against whole ones: see test_standard_
 
 def compile_ahead(out, model, how, tp, dcp, forced, before, drafts, *text) -> None:
     """What `launch` will look for: else every rank compiles it, each for itself."""
-    rows = sorted({2, 4, 8, *before, forced or 2})
+    rows = sorted({2, 4, 8, *before, *((1, 16, 64) if forced else ())})   # one token a step; the longer prompts
     draft = ["--draft-model", "tiny-random-draft", "--num-speculative-tokens", drafts] if drafts else []
     k3("compile", model, "--tp", tp, "--dcp", dcp, "--ranks", "virtual" if how == "virtual" else "processes", "--rows", ",".join(map(str, rows)),
        "--arch", architecture(probe_driver().gpus[0].compute_capability), "--output", out, *draft)

@@ -111,8 +111,7 @@ def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[
         if wide and name in packing.SLICED:
             group.append(name)   # neighbours take turns: what passes between them is of one slice
             continue
-        adds = name in (packing.PRODUCTS if wide else packing.LEAF_SUMMED if rows >= packing.LEAF_SUM_ROWS and not isinstance(plan, DraftPlan) else ())
-        out += [(name, 0), (name + SUM, 0)] if adds else [(name, 0)]
+        out += [(name, 0), (name + SUM, 0)] if wide and name in packing.PRODUCTS else [(name, 0)]
     return (*out, *((name, first) for first in range(0, rows, DECODE_ROWS) for name in group))
 
 

@@ -28,8 +28,6 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms};",
               f"constexpr int kGroup = {plan.dcp};   // ranks that hold the MLA cache together",
               f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
-              "// From so many on those products are over leaf sums that ask for it.",
-              f"constexpr int kLeafSumRows = {most + 1 if is_draft else packing.LEAF_SUM_ROWS};",
               f"constexpr int kParts = {parts};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted(({b.shape[b.cut] for b in (*t.buffers.values(), *t.absent) if b.cut is not None} | {"mla_q_dim"}) & set(whole))
     lines += _integers({f"own_{n}": whole[n] // tp for n in cut} | {"group_heads": plan.cfg.num_attention_heads // tp * plan.dcp})

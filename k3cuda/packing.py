@@ -89,8 +89,6 @@ WIDE_KERNELS = {"kda_mix": ("kda_gates", "kda_scan", "kda_norm"), "route": ("cho
                 "moe_down": ("expert_items", "expert_sum")}
 # Kernels that multiply every row of a step by one matrix: in a wide step each may have a second one, which adds leaf sums.
 PRODUCTS = frozenset(("kda_in", "mla_in", "mla_q", "o_proj", "dense_up", "dense_down", "moe_in", "shared_down", "latent_up"))
-# Those that run so from LEAF_SUM_ROWS rows on already; the others share a launch there, or have another layout that measured better.
-LEAF_SUMMED, LEAF_SUM_ROWS = frozenset(("kda_in", "mla_in", "moe_in")), 32
 SLICED = frozenset(("mla_attend", "mla_combine", "mla_attend_own", "mla_combine_own"))  # take DECODE_ROWS rows at most: launched for one slice after the other
 MAX_PACKED = max(map(len, PACKED.values()))
 

@@ -13,7 +13,6 @@ from host_step import Kernels, Memory  # noqa: E402
 
 from k3cuda.buffers import BY_NAME, ROW_AXES  # noqa: E402
 from k3cuda.emit import SUMMED_ROWS  # noqa: E402
-from k3cuda.packing import LEAF_SUM_ROWS, LEAF_SUMMED  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER, STACK  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
@@ -94,27 +93,6 @@ def test_rows_have_the_bytes_of_a_small_step(machines, stages, wide):
             assert mine.tobytes() == array.tobytes(), (name, np.argwhere(mine != array)[:3], mine[mine != array][:3], array[mine != array][:3])
             if array.dtype == np.float32:
                 assert np.isfinite(array).all() and array.std() > 0, name
-
-
-@pytest.mark.parametrize("rows", [LEAF_SUM_ROWS, NARROW])
-def test_products_over_leaf_sums_have_the_bytes_of_eight_rows(tmp_path, rows):
-    """Those that begin with fewer rows than a wide step has."""
-    rng, stages = np.random.default_rng(rows), dict.fromkeys(LEAF_SUMMED, ())
-    machines = {n: (kernels := Kernels(n, 1, True, stages, tmp_path / str(n)), Memory(kernels.plan, kernels.source)) for n in (rows, 8)}
-    for stage in sorted(LEAF_SUMMED):
-        kernels, memory = machines[rows]
-        assert [k for k, _ in kernels.launches(kernels.last(stage))] == [stage, f"{stage}_tree"]
-        assert [k for k, _ in machines[8][0].launches(kernels.last(stage))] == [stage]
-        given = {n: values(n, memory.buffer(n).shape, rng) for n in kernels.last(stage).stage.inputs if n not in ("row_slot", "page_table")}
-        got = run(machines[rows], [stage], np.arange(rows), given)
-        for first in range(0, rows, 8):
-            for name, want in run(machines[8], [stage], np.arange(first, first + 8), given).items():
-                mine = got[name].take(range(first, first + 8), row_axis(name) - BY_NAME[name].is_layered)
-                assert mine.tobytes() == want.tobytes() and np.isfinite(held_values(want)).all(), (name, first)
-
-
-def held_values(array):
-    return array.view(ml_dtypes.bfloat16).astype(np.float32) if array.dtype == np.uint16 else array
 
 
 # ---- several ranks: what a small step stacks is added up in place ----

@@ -1,4 +1,4 @@
-// The product of a step of many rows: the arithmetic and the packed weights of row_core.cuh, laid out for many tokens.
+// The product of a step of 128 rows and more: the arithmetic and the packed weights of row_core.cuh, laid out for many tokens.
 // A block keeps its tokens' part of one leaf of K in shared memory and lets the leaf's weights of many row tiles pass; each warp takes
 // tiles of its own, so no warp waits for another. Leaf sums go to memory as fragments, where a second kernel adds them in the tree.
 // A byte of the result depends on none of it: a leaf is one chain of MMAs from zero, leaves meet as neighbours.
@@ -9,16 +9,15 @@
 constexpr int kWideShared = 227 * 1024, kWideTokens = 118 * 1024;   // bytes of shared memory: of a block, of its tokens at most
 
 //   kTotal, kLeaves, kSteps  16-row tiles of the product; leaves of K that this rank holds, and k-steps in each
-//   kRows                    tokens, whole groups of 64, or fewer
+//   kRows                    tokens, whole groups of 64
 template <int kTotal_, int kLeaves_, int kSteps_, int kRows_>
 struct WideShape {
   static constexpr int kTotal = kTotal_, kLeaves = kLeaves_, kSteps = kSteps_, kRows = kRows_;
   static constexpr int kPairs = (kSteps + 1) / 2, kTileX = kPairs * kStepBytes;          // bytes of eight tokens' part of a leaf
   // Token tiles of a block. Short products have few weights to read twice.
-  static constexpr int kTokenTiles = kRows / kTokenTile, kNT = kLeaves > 1 && kRows % 128 == 0 && 16 * kTileX <= kWideTokens ? 16 : min_of(8, kTokenTiles);
-  // Row tiles of a warp; 128 sums a thread at most.
-  static constexpr int kMT = kLeaves == 1 ? 2 : min_of(4, 32 / kNT), kWarps = 8, kThreads = kWarps * kWarpSize;
-  static constexpr int kGroups = kTokenTiles / kNT, kX = kNT * kTileX;
+  static constexpr int kNT = kLeaves > 1 && kRows % 128 == 0 && 16 * kTileX <= kWideTokens ? 16 : 8;
+  static constexpr int kMT = kLeaves == 1 ? 2 : 32 / kNT, kWarps = 8, kThreads = kWarps * kWarpSize;   // row tiles of a warp; 128 sums a thread at most
+  static constexpr int kTokenTiles = kRows / kTokenTile, kGroups = kTokenTiles / kNT, kX = kNT * kTileX;
   static constexpr int kChunkSteps = chunk_steps(kSteps, 4, false), kLeafChunks = kSteps / kChunkSteps;
   static constexpr int kTileChunk = kChunkSteps * kStepBytes, kChunkBytes = kMT * kTileChunk;
   static constexpr int kSlots = min_of(6, (kWideShared - kX) / (kWarps * (kChunkBytes + 8)));

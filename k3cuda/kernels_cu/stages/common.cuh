@@ -40,21 +40,19 @@ struct Multiply { static constexpr bool kAdds = false; };
 struct Sum { static constexpr bool kAdds = true; };
 
 // A stage that is one product over kTotal row tiles, for every block of kBlocksY once.
-//   kTokens    rows of the step that it is for
-//   kWideFrom  so many of them and more are one product over leaf sums (wide_core.cuh) where they fit; else slices of kDecodeRows, along z
-constexpr int kNever = 1 << 30;
-template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens = kRows, int kWideFrom = kDecodeRows + 1>
+//   kTokens  rows of the step that it is for
+//   kOnce    more than kDecodeRows of them are one product (wide_core.cuh) where they fit; else slices of so many, along z
+template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens = kRows, bool kOnce = true>
 struct ProductStage : StageDefaults {
   static constexpr bool kPair = kPair_;
   static constexpr int kTiles = kTotal, kSlice = min_of(kTokens, kDecodeRows);
   static constexpr size_t kMatrix = size_t(kTotal) * kLeaves * kSteps * kWarpSize;   // elements of its weights: where each head has a matrix, to the next one
   typedef RowAuto<kTotal, kLeaves, kSteps, kSlice <= kTokenTile ? 1 : kSlice / kTokenTile, kPair, kSms> Shape;
-  typedef WideShape<kTotal, kLeaves, kSteps, max_of(kTokens, kTokenTile)> Wide;
-  static constexpr bool kIsWide = kTokens >= kWideFrom && Wide::kFits && kLeaves > (kPair || kTokens <= kDecodeRows);
+  typedef WideShape<kTotal, kLeaves, kSteps, max_of(kTokens, kDecodeRows)> Wide;
+  static constexpr bool kIsWide = kOnce && kTokens > kDecodeRows && Wide::kFits && !(kPair && kLeaves == 1);
   typedef ManyShape<kTotal, kLeaves, kSteps, max_of(kSlice / kTokenTile, 1), kPair ? 2 : 1, kSms> Many;
   // Sixteen long leaves are faster in row_core.cuh (docs/kernels.md, "Steps of 64 sequences").
-  static constexpr bool kMayBeMany = kLeaves == 16 ? kSteps <= 16 : kLeaves == 1 && kSteps > 32;
-  static constexpr bool kIsMany = !kIsWide && kWideFrom < kNever && kSlice > kTokenTile && kMayBeMany && Many::kFits;
+  static constexpr bool kIsMany = !kIsWide && kOnce && kSlice > kTokenTile && (kLeaves == 16 ? kSteps <= 16 : kLeaves == 1 && kSteps > 32) && Many::kFits;
   static constexpr int kBlocks = kIsWide ? wide_blocks<Wide>(kSms) : kIsMany ? Many::kBlocks : row_blocks<Shape>(kTotal, kSms),
                        kBlocksZ = kIsWide ? 1 : kTokens / kSlice, kThreads = kIsWide ? Wide::kThreads : kIsMany ? Many::kThreads : Shape::kThreads,
                        kCluster = kIsWide ? 1 : kIsMany ? Many::kCS : Shape::kCS, kSmem = kIsWide ? Wide::kSmem : kIsMany ? Many::kSmem : Shape::kSmem;

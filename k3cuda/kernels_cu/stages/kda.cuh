@@ -11,7 +11,7 @@ struct kda_in_rows {   // first tile of each part of the joined matrix
                        kHead = tiles_of(kOwnKdaDim), kGate = kQkv + 3 * kHead, kTotal = kGate + kHead;
 };
 
-struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps, false, kRows, kLeafSumRows> {
+struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     typedef kda_in_rows R;
     product<kda_in, Kernel>(s, w_kda_in(op), attn_in(s), kHiddenSize, [&](int row, int token, float v) {

@@ -11,7 +11,7 @@ struct mla_in_rows {   // first tile of each part of the joined matrix
   static constexpr int kQa = 0, kKva = kQa + tiles_of(kOwnQLoraRank), kGate = kKva + tiles_of(kOwnMlaCacheDim), kTotal = kGate + tiles_of(kOwnMlaVDim);
 };
 
-struct mla_in : ProductStage<mla_in_rows::kTotal, kMlaInLeaves, kMlaInSteps, false, kRows, kLeafSumRows> {
+struct mla_in : ProductStage<mla_in_rows::kTotal, kMlaInLeaves, kMlaInSteps> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     typedef mla_in_rows R;
     product<mla_in, Kernel>(s, w_mla_in(op), attn_in(s), kHiddenSize, [&](int row, int token, float v) {
@@ -59,7 +59,7 @@ struct mla_q : ProductStage<tiles_of(kOwnMlaQDim), kMlaQBProjLeaves, kMlaQBProjS
 };
 
 // Heads are blocks along y.
-struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, kNever> {
+struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, false> {
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     int head = blockIdx.y;
@@ -112,7 +112,7 @@ struct mla_combine : StageDefaults {
   }
 };
 
-struct mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps, false, kRows, kNever> {
+struct mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps, false, kRows, false> {
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     int head = blockIdx.y;

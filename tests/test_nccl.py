@@ -14,6 +14,7 @@ from rank_oracle import check_moves, check_plan, collectives_of
 from rank_processes import ends, free_port, start
 from shim import host
 
+from k3cuda.config import DECODE_ROWS, MAX_ROWS
 from k3cuda.draft_plan import build_draft_plan
 from k3cuda.emit import arena_offsets
 from k3cuda.errors import DeviceError, UsageError
@@ -254,7 +255,7 @@ def test_a_rank_of_the_standard_backend_asks_its_carrier_where_others_run_a_kern
     said = []
     rank._building, rank._kernels, rank._carrier.meet = lambda: said.append("building") or nullcontext(), {8: "built"}, lambda: said.append("met")
     assert rank.kernels(8) == "built" and said == ["building", "met"]
-    assert not CudaRank.overlaps and CudaRank.most_rows == 64 and CudaBackend.most_rows == 256   # what one process has stays as it was
+    assert not CudaRank.overlaps and CudaRank.most_rows == DECODE_ROWS and CudaBackend.most_rows == MAX_ROWS   # what one process has stays as it was
     with pytest.raises(UsageError, match="rank 1 is another process"):
         rank.buffer("logits", 1)
 

@@ -1,6 +1,6 @@
 """A schedule as the words that the blocks of a single launch read. kernels_cu/launch_core.cuh says what they mean."""
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -123,9 +123,10 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
         for name, source in zip(k.reads, read):
             if source is not None:
                 nbytes[source] += k.read_bytes(maker[name][1], rows)
-        phases.append(Phase(k.name, step.layer, k.units(grid, rows), tuple(Wait(*w) for w in nbytes.items()), k.parts, chosen=k.is_chosen, home=k.home))
+        phases.append(Phase(k.name, step.layer, k.units(grid, rows), tuple(Wait(*w) for w in nbytes.items()), k.parts, chosen=k.is_chosen, home=k.home, beside=k.beside))
         sources.append(tuple(read))
         latest |= {f.name: at for f in k.fields}
+    phases = [replace(phase, late=_readers_home(at, phases, grid)) if phase.home is None and not phase.chosen else phase for at, phase in enumerate(phases)]
     schedule = Schedule(grid, rows, tuple(phases), deal(phases, grid))
     check(schedule)
     items = [rows * (top_k if k.of_items else 1) for k in kinds]
@@ -139,6 +140,12 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
             most[made[at][0]] = max(most[made[at][0]], units)
     return BlockProgram(kinds, links, tuple(most), grid, rows, top_k, schedule, words, steps, tuple(sources), made, clearings, slots,
                         max(n * r for n, r in zip(items, row)))
+
+
+def _readers_home(at: int, phases: list[Phase], grid: Grid) -> frozenset[int]:
+    """Blocks in which those are at home that read a phase: they load what they read beside it meanwhile."""
+    return frozenset((reader.home + unit) % grid.sms for reader in phases if reader.home is not None and reader.units and len(reader.units) < grid.sms
+                     and any(w.phase == at for w in reader.waits) for unit in range(len(reader.units)))
 
 
 def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Link:

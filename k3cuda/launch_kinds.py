@@ -53,6 +53,7 @@ class Kind:
     parts = 1          # blocks of a cluster that share a unit
     home = None        # of its first unit, a block: the others follow (phases.Phase)
     is_chosen = False  # which weights it reads is known when experts are chosen
+    beside = False     # its units are of the blocks that the phase before it leaves idle (phases.Phase)
     of_items = False   # its results are rows of (row, place) pairs
 
     def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
@@ -73,7 +74,7 @@ class Product(Kind):
     """A matrix of packed tiles: `parts` blocks of a cluster share each tile's leaves.
 
     firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. adds: parts of the second field that it
-    reads, which are added to its rows; 0: none.
+    reads, which are added to its rows; 0: none. beside: as of a Kind.
     """
 
     tiles: int
@@ -83,6 +84,7 @@ class Product(Kind):
     firsts: tuple[int, ...] = field(default=(0,), kw_only=True)
     situ: bool = field(default=False, kw_only=True)
     adds: int = field(default=0, kw_only=True)
+    beside: bool = field(default=False, kw_only=True)
 
     @property
     def inputs(self) -> int:

@@ -9,7 +9,7 @@ from .phases import TILE_ROWS
 from .plan import Plan
 
 INPUT = "ffn_out"   # of the launch, F32: what the layer before left
-LAYER_SLOTS = 10    # of the exchange: a layer's results that still have readers
+LAYER_SLOTS = 12    # of the exchange: a layer's results that still have readers
 
 
 def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced: bool) -> tuple[Kind, ...]:
@@ -47,9 +47,9 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
                 fields=(own("shared_gate_up", "f32", shared_tiles * TILE_ROWS), gathered("router_logits", "f32", dims["num_experts"]),
                         gathered("moe_latent", "bf16", latent))),
         replace(choice, reads=("router_logits",)),
-        product(cfg, tp, cluster, "shared_down", reads=("shared_gate_up",), situ=True, fields=(own("shared_partial", "f32", hidden),)),
         up,
         at(down, "expert_act", stacked("routed_parts", latent)),
+        product(cfg, tp, cluster, "shared_down", reads=("shared_gate_up",), situ=True, beside=True, fields=(own("shared_partial", "f32", hidden),)),
         *mix_rounds("routed_norm", latent, rank_parts, 0, "routed_parts", own("routed_normed", "bf16", latent)),
         product(cfg, tp, cluster, "latent_up", reads=("routed_normed", "shared_partial"), adds=tp, fields=(gathered(INPUT, "f32", hidden),)),
     )

@@ -9,6 +9,7 @@ from .launch_kinds import Product
 
 ROOM = 1024           # programs of up to so many words, or twice as many, share a kernel
 TOKENS_OF_ENTRY = 8   # expert_core.cuh
+STAMPS = 7            # of a phase in a block: LaunchStamp
 COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` stands
 
 

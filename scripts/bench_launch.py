@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from launch_bench import Bench, Case  # noqa: E402
 from launch_chain import CHECKED_LAYERS, Chain  # noqa: E402
 
+from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 # Standard deviation of a result: more than that, and less for chains, and for layers, whose sums over ranks add TP equal parts of one looped back.
@@ -30,9 +31,10 @@ SPREAD = (0.1, 10, 100)
 
 def by_phase(chain, windows, prefetch):
     """Median microseconds of every kind of phase: `hand_over` from the last end of what it reads to the last block's input, `works` from there
-    to the last end, `block_waits` and `block_works` of single blocks."""
+    to the last end, `block_waits` and `block_works` of single blocks; of single blocks too `unclean`, until its slot is clean, `ahead`, from the last copy's issue to the
+    input, and `weights_late`, from the input to the last copy's issue where that is later; `clears`, from the last block's input to clean slots everywhere."""
     p = chain.program
-    stamps = cp.zeros((chain.grid, p.phases, 4), cp.uint64)
+    stamps = cp.zeros((chain.grid, p.phases, ls.STAMPS), cp.uint64)
     for _ in range(2):
         chain.launch(windows, prefetch, stamps=stamps).launch()
     chain.bench.synchronize()
@@ -47,6 +49,10 @@ def by_phase(chain, windows, prefetch):
         mine = np.concatenate([t[works[:, i], i] for i in at])
         ends = [[last[source, 2] for source in p.sources[i] if source is not None] for i in at]
         parts = {"works": [last[i, 2] - last[i, 1] for i in at], "block_waits": mine[:, 1] - mine[:, 0], "block_works": mine[:, 2] - mine[:, 1]}
+        parts |= {"unclean": mine[:, 3] - mine[:, 0]}
+        if len(streams := mine[mine[:, 6] > 0]):
+            parts |= {"ahead": np.maximum(streams[:, 1] - streams[:, 6], 0), "weights_late": np.maximum(streams[:, 6] - streams[:, 1], 0)}
+        parts |= {"clears": [t[:, i, 4].max() - last[i, 1] for i in at]}
         parts |= {"hand_over": [last[i, 1] - max(end) for i, end in zip(at, ends)]} if all(ends) else {}
         out[k.name] = {n: float(np.median(v)) / 1e3 for n, v in parts.items()}
     return out

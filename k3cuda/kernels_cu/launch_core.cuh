@@ -28,6 +28,10 @@ struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
 
 constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks for at once; launch_source.py defines it
 
+// Of a phase in a block: it begins, its input is here, its units are done, its slot was clean; what it cleared is clean everywhere; the producer came to it
+// and issued its last copy. kStamps is launch_source.py's STAMPS.
+enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kLastCopy, kStamps };
+
 constexpr int kMaxKinds = 20;
 struct LaunchArgs {
   const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchChoice or the router's bias of other phases
@@ -36,7 +40,7 @@ struct LaunchArgs {
   uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
   uint4* result;           // [rows][row of the last phase]
   uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
-  u64* stamps;             // [block][phase][4] nanoseconds: wait, input here, units done; null: not kept
+  u64* stamps;             // [block][phase][kStamps] nanoseconds (LaunchStamp); null: not kept
   LaunchCounts* counts;
   Watch watch;
   // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
@@ -110,7 +114,10 @@ struct LaunchBlock {
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
       producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
+      const u32 before = producer.issued;
+      stamp(phase, kProduces, lane_id() == 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
+      if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
       at = p.next();
     }
   }
@@ -127,6 +134,7 @@ struct LaunchBlock {
 #pragma unroll 1
           for (int i = 0; i < kMaxClears && p.clear(i) != kNoSlot; ++i) slice_of(a.exchange + size_t(p.clear(i)) * a.slot_vectors, a.links[p.cleared(i)].vectors);
         });
+      stamp(phase, kCleared, lane_id() == 0);
       if (lane_id() == 0) state.cleaned = phase + 1;
       at = p.next();
     }
@@ -153,8 +161,8 @@ struct LaunchBlock {
     return (v ^ v >> 15) * 0x2c1b3c6du;
   }
 
-  K3_DEVICE void stamp(int phase, int which) const {
-    if (a.stamps && threadIdx.x == 0) a.stamps[(size_t(blockIdx.x) * a.phases + phase) * 4 + which] = device_ns();
+  K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
+    if (a.stamps && mine) a.stamps[(size_t(blockIdx.x) * a.phases + phase) * kStamps + which] = device_ns();
   }
 
   // ---- what kinds of phases are made of ----
@@ -189,7 +197,7 @@ struct LaunchBlock {
   // By all consumers, when the last of them has read the input, or that of a unit.
   K3_DEVICE void arrived(int phase) const {
     if (me.thread() == 0) state.waiting = 0;
-    stamp(phase, 1);
+    stamp(phase, kInputHere);
   }
   // By all consumers: nobody will read the input again.
   K3_DEVICE void received(int phase) const {
@@ -215,11 +223,12 @@ struct LaunchBlock {
     const ProgramPhase p(at);
     stress(phase);
     if (p.units) {
-      stamp(phase, 0);
+      stamp(phase, kBegins);
       if (me.thread() == 0) state.waiting = 1;
       for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
+      stamp(phase, kSlotClean);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
-      stamp(phase, 2);
+      stamp(phase, kUnitsDone);
     } else if (me.thread() == 0) state.received = phase + 1;
   }
 };

@@ -7,7 +7,7 @@
 // A unit is a head of the sequence that a row opens; of other rows it is nothing. Fields: low-rank decay, BF16; betas before the sigmoid, F32; q, k and v
 // before the conv, BF16; output gates, F32.
 template <int kDim, int kWidth, int kHeads>
-struct LaunchKda : LaunchNoWeights {
+struct LaunchKda {
   typedef KdaShape<kDim, kWidth, 1, 2, Consumers::kThreads> S;
   static_assert(S::kThreads == Consumers::kThreads && S::kHolders == S::kThreads, "all consumers hold state");
   struct __align__(16) Room {
@@ -47,6 +47,24 @@ struct LaunchKda : LaunchNoWeights {
     }
   }
 
+  // Weights, window and state into the L2, phases before the block comes there.
+  template <class Block, class Producer>
+  static K3_DEVICE void produce(const Block& block, Producer&, const ProgramPhase& p, const u8* w, int) {
+    constexpr int kRows = kDim * kDim / kWarpSize;   // values of a lane's share of a matrix
+    const KdaMix& a = *(const KdaMix*)w;
+    const int lane = lane_id();
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      const int first = p.tiles[u] / kHeads, head = p.tiles[u] % kHeads, slot = a.row_slot[first], channel = head * kDim;
+      if (first > 0 && a.row_slot[first - 1] == slot) continue;
+      bulk_prefetch(a.state + (size_t(slot) * kHeads + head) * kDim * kDim + lane * kRows, kRows * 4);
+      bulk_prefetch(a.f_b + size_t(channel) * kDim + lane * kRows, kRows * 2);
+      if (lane < 3) bulk_prefetch((lane == 0 ? a.q_conv : lane == 1 ? a.k_conv : a.v_conv) + channel * kWidth, kDim * kWidth * 4);
+      else if (lane == 3) bulk_prefetch(a.dt_bias + channel, kDim * 4);
+      else if (lane - 4 < 3 * S::kHistory) bulk_prefetch(a.conv_state + (size_t(slot) * 3 * S::kHistory + lane - 4) * kChannels + channel, kDim * 2);
+    }
+  }
+
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     block.team().sync();   // all are finished with the phase before
@@ -67,14 +85,12 @@ struct LaunchKda : LaunchNoWeights {
     }
   }
 
-  // Conv, decay and norms of a unit's rows: what needs no state, which comes into the L2 meanwhile.
+  // Conv, decay and norms of a unit's rows: what needs no state.
   template <class Block>
   static K3_DEVICE void gates(const Block& block, const ProgramPhase& p, int phase, Room& room, int first, int head, int slot, int n, int u) {
     const Consumers team;   // of this unit alone: what follows from it would be kept from unit to unit
     auto& m = room.m;
     const KdaMix& a = room.a;
-    constexpr int kPiece = kDim * kDim * 4 / kWarpSize;
-    if (team.warp() == 0) bulk_prefetch((const u8*)state_of(room, slot, head) + team.lane() * kPiece, kPiece);
     kda_load_weights<S>(a, m, head, 0, team);
     kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * kChannels, kChannels * S::kHistory, kChannels, head, 0, team);
     const float scale = expf(a.a_log[head]);

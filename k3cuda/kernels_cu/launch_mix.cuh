@@ -73,13 +73,28 @@ K3_DEVICE void keep_closed(const LaunchSlice<S>& slice, float (*source)[S::kOwn]
 
 K3_DEVICE uint4 floats_vector(const float* v) { return {exchange_word(v[0]), exchange_word(v[1]), exchange_word(v[2]), exchange_word(v[3])}; }
 
-struct LaunchNoWeights {   // through the ring
+// What a round reads of its own, into the L2 by the producer, phases before the block comes there; its LaunchMix is in the L1 behind this.
+//   kSums_, kOut_  rounds that read the prefix sum, or the norm's weights
+template <class S, bool kSums_, bool kOut_>
+struct LaunchMixAhead {
   template <class Block, class Producer>
-  static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}
+  static K3_DEVICE void produce(const Block& block, Producer&, const ProgramPhase& p, const u8* w, int) {
+    const int closed = kOut_ ? 0 : p.extra() & 15, j = lane_id() - 2;
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      const LaunchMix m = *(const LaunchMix*)w;
+      const int own = p.tiles[u] % S::kSlices * S::kOwn;
+      const size_t at = size_t(p.tiles[u] / S::kSlices) * S::kN + own;
+      if (kOut_ && lane_id() == 0) bulk_prefetch(m.weight + own, S::kOwn * 2);
+      if (!kOut_ && S::kBlocks && lane_id() == 0) bulk_prefetch(m.score + own, S::kOwn * 4);
+      if (kSums_ && m.hidden && lane_id() == 1) bulk_prefetch(m.hidden + at, S::kOwn * 4);
+      if (0 <= j && j < closed) bulk_prefetch(m.blocks + size_t(j) * block.a.block_rows * S::kN + at, S::kOwn * 4);
+    }
+  }
 };
 
 template <class S>
-struct LaunchMixClosed : LaunchNoWeights {
+struct LaunchMixClosed : LaunchMixAhead<S, false, false> {
   struct __align__(16) Room { float source[S::kRows][S::kOwn], score[S::kOwn], sums[S::kOwnLeaves][2][8]; };
   static constexpr int x_vectors(int, int) { return sizeof(Room) / 16; }
   template <class Block>
@@ -104,7 +119,7 @@ struct LaunchMixClosed : LaunchNoWeights {
 };
 
 template <class S>
-struct LaunchMixSums : LaunchNoWeights {
+struct LaunchMixSums : LaunchMixAhead<S, true, false> {
   typedef LaunchMixRoom<S> Room;
   static constexpr int kPartsBytes = S::kGroups * S::kOwn * 4;
   static constexpr int x_vectors(int, int) { return (S::kUnits * sizeof(Room) + kPartsBytes) / 16; }
@@ -181,7 +196,7 @@ struct LaunchMixSums : LaunchNoWeights {
 };
 
 template <class S>
-struct LaunchMixOut : LaunchNoWeights {
+struct LaunchMixOut : LaunchMixAhead<S, false, true> {
   typedef LaunchMixRoom<S> Room;
   static constexpr int x_vectors(int, int) { return 0; }   // that of the sums
   template <class Block>

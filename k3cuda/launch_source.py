@@ -14,18 +14,19 @@ COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` s
 
 
 def constants(program: BlockProgram, *, ring: int = 160 * 1024, copy: int = 7680, shared: int = MAX_SHARED, name: str = "product_chain",
-              receive_batch: int = 4, poll: bool = False) -> str:
+              receive_batch: int = 4, poll: bool = False, watch_one: bool = False) -> str:
     """C++ of the shape of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
 
     Args:
         ring: bytes of the ring at most. copy: bytes of a bulk copy at most. shared: bytes of shared memory of a block.
         receive_batch: vectors that a thread asks for at once, at most. poll: who waits for the ring does not sleep.
+        watch_one: of several vectors that are not there yet a thread asks for the first one alone until it is.
     """
     words = -(-program.words.shape[1] // ROOM) * ROOM
     streaming = next((i for i, k in enumerate(program.kinds) if k.is_chosen or isinstance(k, Product)), -1)
     numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {words}, {shared}, {streaming}"
     kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
-    return (f'#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#include "launch_core.cuh"\n'
+    return (f'#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_WATCH_ONE {int(watch_one)}\n#include "launch_core.cuh"\n'
             f"typedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n"
             f'extern "C" __constant__ int {name}_launch[4] = {{kLaunchThreads, {name}_shape::kSmem, {name}_shape::kCluster, {name}_shape::kSlots}};\n')
 

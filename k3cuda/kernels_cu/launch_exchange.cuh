@@ -90,7 +90,8 @@ K3_DEVICE f32x4 as_floats(const uint4& v) { return {__uint_as_float(v.x), __uint
 K3_DEVICE u32 load_exchange(const u32* p) { return load_word(p); }
 K3_DEVICE bool is_there(u32 word) { return word != kNotThere; }
 
-// Vectors (or F32 words) at(0) ... at(kBatch - 1), all asked for at once, until those with wants(j) are there.
+// Vectors (or F32 words) at(0) ... at(kBatch - 1), all asked for at once, until those with wants(j) are there. Of those that are not, K3_WATCH_ONE
+// (launch_source.py) asks for the first one alone until it is there.
 template <int kBatch, class V, class Wants, class At>
 K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
   K3_UNROLL
@@ -106,6 +107,15 @@ K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 deta
         v[j] = load_exchange(at(j));
       }
     if (!all) spin.turn(watch, kWaitVector, phase, detail);
+    if constexpr (K3_WATCH_ONE && kBatch > 1) {
+      bool seen = false;   // one that was not there, and is now awaited
+      K3_UNROLL
+      for (int j = 0; j < kBatch; ++j)
+        if (!seen && wants(j) && !is_there(v[j])) {
+          seen = true;
+          while (!is_there(v[j])) v[j] = load_exchange(at(j)), spin.turn(watch, kWaitVector, phase, detail);
+        }
+    }
   }
 }
 

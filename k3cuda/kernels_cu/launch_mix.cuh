@@ -21,7 +21,7 @@ template <int kN_, int kLeaves_, int kParts_, int kBlocks_, int kSlices_, int kU
 struct LaunchMixShape : NormShape<kN_, kLeaves_, kParts_, kBlocks_, kSlices_, Consumers::kThreads> {
   typedef NormShape<kN_, kLeaves_, kParts_, kBlocks_, kSlices_, Consumers::kThreads> Base;
   static constexpr int kSlices = kSlices_, kUnits = kUnits_, kMost = max_of(kBlocks_, 1);
-  static constexpr int kBatch = min_of(kParts_, 4), kGroups = kParts_ / kBatch, kVectors = Base::kOwn / 4;   // parts of a batch of loads; F32 vectors of a slice
+  static constexpr int kBatch = min_of(kParts_, 8), kGroups = kParts_ / kBatch, kVectors = Base::kOwn / 4;   // parts of a batch of loads; F32 vectors of a slice
   static_assert(Base::kOwn % 8 == 0 && kGroups * kBatch == kParts_, "slices are whole vectors");
 };
 
@@ -142,6 +142,19 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
       store4(parts + i * 4, {tree_sum<S::kBatch>(part[0], 4), tree_sum<S::kBatch>(part[0] + 1, 4), tree_sum<S::kBatch>(part[0] + 2, 4), tree_sum<S::kBatch>(part[0] + 3, 4)});
     }
   }
+  // c of this thread's elements where the closed blocks lay, nothing where there are none.
+  static K3_DEVICE void keep_mixture(const LaunchSlice<S>& slice, Room& m, const Consumers& team) {
+    float c[S::kPer] = {}, top = 0, total = 0;
+    if constexpr (S::kBlocks > 0)
+      if (slice.mix) {
+        const float weights = closed_weights<S>(slice.a, m.closed, top, team);
+        weighted_closed<S>(slice.a.num_blocks, weights, c, total, [&](int k, int i) { return m.source[k][min_of(team.thread() + i * S::kThreads, S::kOwn - 1)]; });
+      }
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i)
+      if (const int e = team.thread() + i * S::kThreads; e < S::kOwn) m.source[1][e] = c[i];
+    if (team.thread() == 0) m.top = top, m.total = total;
+  }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     const Consumers team = block.team();
@@ -151,8 +164,8 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
     for (int u = 0; u < p.units; ++u) {
       const LaunchSlice<S> slice(block, p, phase, p.tiles[u]);
       Room& m = rooms[u];
-      // Everything is loaded before anything is waited for.
-      float before[S::kPer], c[S::kPer] = {}, top = 0, total = 0;
+      // Everything is loaded before anything is waited for, and what follows from the closed blocks alone is made before the parts are here.
+      float before[S::kPer];
       K3_UNROLL
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads;
@@ -164,25 +177,21 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
           const uint4* from = block.input(p, 1) + slice.row * block.link(p).in[1].row;
           receive_vectors<1>(team.thread(), S::kThreads, S::kLeaves * 4, block.a.watch, phase, [&](int i) { return from + i; }, [] {},
                              [&](int i, const uint4& vector) { ((uint4*)m.closed)[i] = vector; });
+          team.sync();
         }
+      keep_mixture(slice, m, team);
       receive_parts(block, p, phase, slice.row, slice.own, parts);
       team.sync();
       if (u + 1 == p.units) block.received(phase);
-      if constexpr (S::kBlocks > 0)
-        if (slice.mix) {
-          const float weights = closed_weights<S>(slice.a, m.closed, top, team);
-          weighted_closed<S>(slice.a.num_blocks, weights, c, total, [&](int k, int i) { return m.source[k][min_of(team.thread() + i * S::kThreads, S::kOwn - 1)]; });
-        }
       K3_UNROLL
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads;
         if (e >= S::kOwn) continue;
         float joined = tree_sum<S::kGroups>(parts + e, S::kOwn);
         if (slice.a.hidden) joined += before[i];
-        m.source[0][e] = joined, m.source[1][e] = c[i];
+        m.source[0][e] = joined;
         keep_prefix(slice.a, slice.at() + e, joined);
       }
-      if (team.thread() == 0) m.top = top, m.total = total;
       for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
       team.sync();
       prefix_sums<S>(m.source, m.score, slice.mix, [&](int leaf, int which, float sum) {

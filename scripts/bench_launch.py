@@ -36,8 +36,8 @@ def by_phase(chain, windows, prefetch):
     p = chain.program
     stamps = cp.zeros((chain.grid, p.phases, ls.STAMPS), cp.uint64)
     for _ in range(2):
-        chain.launch(windows, prefetch, stamps=stamps).launch()
-    chain.bench.synchronize()
+        stamps.fill(0)
+        chain.run(windows, prefetch, stamps=stamps)
     t = stamps.get().astype(np.int64)
     works = t[:, :, 2] > 0
     last = np.where(works[:, :, None], t[:, :, :3], 0).max(0)     # [phase, stamp]

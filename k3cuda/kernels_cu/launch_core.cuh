@@ -161,8 +161,9 @@ struct LaunchBlock {
     return (v ^ v >> 15) * 0x2c1b3c6du;
   }
 
+  // The last time of those who are `mine`.
   K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
-    if (a.stamps && mine) a.stamps[(size_t(blockIdx.x) * a.phases + phase) * kStamps + which] = device_ns();
+    if (a.stamps && mine) atomicMax(a.stamps + (size_t(blockIdx.x) * a.phases + phase) * kStamps + which, device_ns());
   }
 
   // ---- what kinds of phases are made of ----
@@ -228,7 +229,7 @@ struct LaunchBlock {
       for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
       stamp(phase, kSlotClean);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
-      stamp(phase, kUnitsDone);
+      stamp(phase, kUnitsDone, me.lane == 0);
     } else if (me.thread() == 0) state.received = phase + 1;
   }
 };

@@ -98,24 +98,18 @@ K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 deta
   for (int j = 0; j < kBatch; ++j)
     if (wants(j)) v[j] = load_exchange(at(j));
   Spin spin;
+  bool alone = false;   // only the first of those that are not there is asked for
   for (bool all = false; !all;) {
     all = true;
+    const bool others = !alone;
     K3_UNROLL
     for (int j = 0; j < kBatch; ++j)
       if (wants(j) && !is_there(v[j])) {
+        if (!K3_WATCH_ONE || all || others) v[j] = load_exchange(at(j));
+        if (K3_WATCH_ONE && all) alone = others || !is_there(v[j]);
         all = false;
-        v[j] = load_exchange(at(j));
       }
     if (!all) spin.turn(watch, kWaitVector, phase, detail);
-    if constexpr (K3_WATCH_ONE && kBatch > 1) {
-      bool seen = false;   // one that was not there, and is now awaited
-      K3_UNROLL
-      for (int j = 0; j < kBatch; ++j)
-        if (!seen && wants(j) && !is_there(v[j])) {
-          seen = true;
-          while (!is_there(v[j])) v[j] = load_exchange(at(j)), spin.turn(watch, kWaitVector, phase, detail);
-        }
-    }
   }
 }
 

@@ -90,13 +90,16 @@ K3_DEVICE f32x4 as_floats(const uint4& v) { return {__uint_as_float(v.x), __uint
 K3_DEVICE u32 load_exchange(const u32* p) { return load_word(p); }
 K3_DEVICE bool is_there(u32 word) { return word != kNotThere; }
 
-// Vectors (or F32 words) at(0) ... at(kBatch - 1), all asked for at once, until those with wants(j) are there. Of those that are not, K3_WATCH_ONE
+// Asks for the vectors (or F32 words) at(0) ... at(kBatch - 1) with wants(j); then waits until they are there. Of those that are not, K3_WATCH_ONE
 // (launch_source.py) asks for the first one alone until it is there.
 template <int kBatch, class V, class Wants, class At>
-K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
+K3_DEVICE void ask_all(V (&v)[kBatch], Wants&& wants, At&& at) {
   K3_UNROLL
   for (int j = 0; j < kBatch; ++j)
     if (wants(j)) v[j] = load_exchange(at(j));
+}
+template <int kBatch, class V, class Wants, class At>
+K3_DEVICE void await_asked(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
   Spin spin;
   bool alone = false;   // only the first of those that are not there is asked for
   for (bool all = false; !all;) {
@@ -111,6 +114,11 @@ K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 deta
       }
     if (!all) spin.turn(watch, kWaitVector, phase, detail);
   }
+}
+template <int kBatch, class V, class Wants, class At>
+K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
+  ask_all(v, wants, at);
+  await_asked(v, watch, phase, detail, wants, at);
 }
 
 // Vectors at(i) for i = first, first + stride, ... below `total`, kBatch of them asked for at once: keep(i, vector) for each when it is there.

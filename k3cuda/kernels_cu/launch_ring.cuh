@@ -192,9 +192,7 @@ struct LaunchRing {
 // The producer's end, one warp. A lane a copy: a single thread would take as long to issue one as the memory to bring it.
 template <class Ring>
 struct LaunchProducer {
-  // Lanes go as they can, none more than kLanes ahead. What a lane looks back to must not have left its slot by then: its barrier would look as
-  // if it had never landed.
-  static constexpr int kLanes = min_of(8, Ring::kSlots / 2), kMostAhead = Ring::kSlots - kLanes;
+  static constexpr int kLanes = min_of(8, Ring::kSlots / 2);   // of them go as they can, none more than kLanes ahead
   static constexpr u32 kIdleTurns = 2;   // looks at a full ring for each copy that is brought into the L2: about what the memory gives a block
   Ring& ring;
   const LaunchState& state;
@@ -203,7 +201,7 @@ struct LaunchProducer {
   int prefetch;                 // copies of the same phase that are brought into the L2 while the ring is full, at most
   u32 issued = 0, choices = 0;  // copies; choices of experts that it has come by
 
-  // A copy whose barrier must have passed before another is issued; none if the count has not come so far.
+  // A copy whose barrier must have passed before others are issued; none if the count has not come so far.
   struct Before {
     int at;
     u32 parity;
@@ -217,7 +215,9 @@ struct LaunchProducer {
     barrier = __shfl_sync(kFullWarp, barrier, first), parity = __shfl_sync(kFullWarp, parity, first);
     barrier_try(ring.full + barrier, parity);
   }
-  static K3_DEVICE u32 copies_of(u32 window, u32 bytes) { return max_of(1, min_of(kMostAhead, window / bytes)); }
+  // Copies in flight; the whole ring where the window is as large. As many lanes as go together are, whatever the window: a lane that looked back by
+  // itself had to wait for one of the group before, so that a group took the memory's latency.
+  static K3_DEVICE u32 copies_of(u32 window, u32 bytes) { return max_of(Ring::kSlots - 1 < window / bytes ? u32(Ring::kSlots) : window / bytes, u32(kLanes)); }
 
   // Copies 0 to count - 1 of a phase, most of them of `bytes`: a slot gets pieces(i) copies of `each` bytes, number j from from(i, j).
   template <class Pieces, class From>
@@ -229,22 +229,27 @@ struct LaunchProducer {
       const int i = first + lane_id();
       bool mine = lane_id() < kLanes && i < count;
       const u32 n = issued + lane_id(), slot = n % Ring::kSlots;
-      const Before room = before(n - Ring::kSlots), landed = before(n - most), while_waiting = before(n - least);
+      const Before room = before(n - Ring::kSlots);
       const int parts = mine ? pieces(i) : 0;
       const u8* source = mine ? from(i, 0) : nullptr;
       Spin spin;
+      for (bool apart = true; apart;) {   // until what is in flight leaves these their place in the window
+        const u32 in_flight = state.waiting ? least : most;
+        const Before landed = before(in_flight < Ring::kSlots ? issued + kLanes - 1 - in_flight : ~0u);
+        apart = !landed.passed(ring.full);
+        if (apart && !K3_POLL) barrier_try(ring.full + landed.at, landed.parity);
+        if (apart) spin.turn(watch, kWaitRoom, phase, n);
+      }
       while (__any_sync(kFullWarp, mine)) {
-        const bool waiting = state.waiting;
-        const Before last = {waiting ? while_waiting.at : landed.at, waiting ? while_waiting.parity : landed.parity};
-        const bool may = mine && last.passed(ring.full), fits = may && room.passed(ring.empty);
+        const bool fits = mine && room.passed(ring.empty);
         if (fits) {
           barrier_expect(ring.full + slot, parts * each);
           for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * each, j ? from(i, j) : source, each, ring.full + slot);
           ring.issued[slot] = n + 1;
           mine = false;
         } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
-        if (!K3_POLL && !prefetch && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : last.at, may ? room.parity : last.parity);
-        if (prefetch && __any_sync(kFullWarp, may && !fits) && ++idle % kIdleTurns == 0) {
+        if (!K3_POLL && !prefetch && !__any_sync(kFullWarp, fits)) sleep(mine, Ring::kSlots + room.at, room.parity);
+        if (prefetch && __any_sync(kFullWarp, mine) && ++idle % kIdleTurns == 0) {
           fetched = max_of(fetched, first + kLanes);
           if (fetched < min_of(count, first + kLanes + prefetch)) {
             if (lane_id() < pieces(fetched)) bulk_prefetch(from(fetched, lane_id()), each);

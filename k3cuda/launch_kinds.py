@@ -1,6 +1,6 @@
 """Kinds of phases of a single launch: what a unit of each is, what it reads, and what it leaves in the exchange.
 
-kernels_cu/launch_product.cuh, launch_choice.cuh, launch_experts.cuh, launch_mix.cuh and launch_kda.cuh run them.
+kernels_cu/launch_product.cuh, launch_normed.cuh, launch_choice.cuh, launch_experts.cuh, launch_mix.cuh and launch_kda.cuh run them.
 """
 from dataclasses import dataclass, field, replace
 
@@ -73,8 +73,9 @@ class Kind:
 class Product(Kind):
     """A matrix of packed tiles: `parts` blocks of a cluster share each tile's leaves.
 
-    firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. adds: parts of the second field that it
-    reads, which are added to its rows; 0: none. beside: as of a Kind.
+    firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. norm: the round of sums whose fields it
+    reads and norms for itself; its own number is then how many phases before it that was, and from bit 4 on whether closed blocks are mixed in.
+    adds: parts of the last field that it reads, which are added to its rows; 0: none. beside: as of a Kind.
     """
 
     tiles: int
@@ -83,6 +84,7 @@ class Product(Kind):
     parts: int = 1
     firsts: tuple[int, ...] = field(default=(0,), kw_only=True)
     situ: bool = field(default=False, kw_only=True)
+    norm: "Mix | None" = field(default=None, kw_only=True)
     adds: int = field(default=0, kw_only=True)
     beside: bool = field(default=False, kw_only=True)
 
@@ -102,16 +104,19 @@ class Product(Kind):
         return (self.nbytes // self.tiles // self.parts,) * (self.tiles * self.parts)
 
     def read_bytes(self, source: Field, rows: int) -> int:
-        if self.reads.index(source.name) == 1:
+        if self.adds and source.name == self.reads[-1]:
             return self.adds * TILE_ROWS * BYTES["f32"] * rows
-        return (self.inputs // self.parts * 2 if self.parts > 1 else source.nbytes) * rows
+        if self.norm and source.width < self.inputs:
+            return source.nbytes * rows   # sums
+        return (self.inputs // self.parts * BYTES[source.dtype] if self.parts > 1 else source.nbytes) * rows
 
     def kind(self, copy: int, most: int) -> str:
         if self.steps % 2 or TREE_LEAVES % (self.leaves // self.parts):
             raise PlanError(f"{self.name} has {self.leaves} leaves of {self.steps} k-steps in {self.parts} parts; "
                             f"wanted an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
         out = _out(self.firsts, self.fields)
-        reads, adds = "LaunchSitu" if self.situ else "LaunchPlain", f"LaunchAdd<{self.adds}, {self.tiles}, {most}>" if self.adds else "LaunchNothing"
+        reads = f"LaunchNormed<{self.norm.shape(1)}>" if self.norm else "LaunchSitu" if self.situ else "LaunchPlain"
+        adds = f"LaunchAdd<{self.adds}, {self.tiles}, {most}, {len(self.reads) - 1}>" if self.adds else "LaunchNothing"
         return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}, {out}, {reads}, {adds}>"
 
 
@@ -208,6 +213,7 @@ CLOSED, SUMS, OUT = "LaunchMixClosed", "LaunchMixSums", "LaunchMixOut"
 @dataclass(frozen=True)
 class Mix(Kind):
     """A round of a mix or a norm over rows of `n` values: `rank_parts` of them join, `blocks` closed ones at most are mixed in. `stage`: whose rounds they are.
+    `is_last`: of sums behind which there is no third round, since their readers norm for themselves.
 
     A phase's own number: how many blocks are closed, and from bit 4 on whether the sum before it becomes one.
     """
@@ -217,6 +223,7 @@ class Mix(Kind):
     rank_parts: int
     blocks: int
     stage: str = field(kw_only=True)
+    is_last: bool = field(default=False, kw_only=True)
     home = 0
 
     @property
@@ -240,7 +247,11 @@ class Mix(Kind):
     def kind(self, copy: int, most: int) -> str:
         if self.n // self.slices % VECTOR:
             raise PlanError(f"{self.name} has slices of {self.n // self.slices} values; wanted multiples of {VECTOR}")
-        return f"{self.round}<LaunchMixShape<{self.n}, {self.leaves}, {self.rank_parts}, {self.blocks}, {self.slices}, {most}>>"
+        return f"{self.round}<{self.shape(most)}{', true' if self.is_last else ''}>"
+
+    def shape(self, most: int) -> str:
+        """Its C++ shape, of blocks that have at most `most` slices."""
+        return f"LaunchMixShape<{self.n}, {self.leaves}, {self.rank_parts}, {self.blocks}, {self.slices}, {most}>"
 
 
 @dataclass(frozen=True)
@@ -268,13 +279,26 @@ def _out(firsts: tuple[int, ...], fields: tuple[Field, ...]) -> str:
     return f"LaunchOut<{', '.join(segments)}>"
 
 
-def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field) -> tuple[Mix, ...]:
-    """The rounds `name`_closed (where there are closed blocks), `name`_sums and `name`, which leaves `out`."""
-    make = lambda suffix, which, *, reads, fields: Mix(name + suffix, which, n, rank_parts, blocks, stage=name, reads=reads, fields=fields)
-    leaves = tree_leaves(n)
-    closed, sums = Field(f"{name}_closed", "f32", leaves * 16, leaves * 16), Field(f"{name}_sums", "f32", leaves * 4, leaves * 4)
-    first = (make("_closed", CLOSED, reads=(), fields=(closed,)),) if blocks else ()
-    return (*first, make("_sums", SUMS, reads=(reads, closed.name) if blocks else (reads,), fields=(sums,)), make("", OUT, reads=(sums.name,), fields=(out,)))
+def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field | None) -> tuple[Mix, ...]:
+    """The rounds `name`_closed (where there are closed blocks), `name`_sums and `name`, which leaves `out`.
+
+    out: None where its reader norms for itself: the sums are the last round then, and leave what that reads (`Product.norm`).
+    """
+    make = lambda suffix, which, *, reads, fields, **more: Mix(name + suffix, which, n, rank_parts, blocks, stage=name, reads=reads, fields=fields, **more)
+    leaves, of_row = tree_leaves(n), lambda what, width: Field(f"{name}_{what}", "f32", width, width)
+    closed = of_row("closed", leaves * 16)
+    first, read = ((make("_closed", CLOSED, reads=(), fields=(closed,)),), (reads, closed.name)) if blocks else ((), (reads,))
+    if out is None:   # sums, and a mixture's two scalars behind them
+        fields = (of_row("sums", leaves * 4 + 4), of_row("joined", n), *((of_row("mixture", n),) if blocks else ()))
+        return (*first, make("_sums", SUMS, reads=read, fields=fields, is_last=True))
+    sums = of_row("sums", leaves * 4)
+    return (*first, make("_sums", SUMS, reads=read, fields=(sums,)), make("", OUT, reads=(sums.name,), fields=(out,)))
+
+
+def normed_reads(sums: Mix) -> tuple[str, ...]:
+    """Fields of the last round of a mix in the order of a product that norms for itself."""
+    made, joined, *mixture = (f.name for f in sums.fields)
+    return (joined, made, *mixture)
 
 
 def linked(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:

@@ -4,7 +4,7 @@ Chains of products (`0` without experts, `16` with as many chosen beforehand), a
 experts (`layer`; `layer16`: forced), experts and their norm.
 
     scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48:16,48:48] [--layers 21]
-                            [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--watch-one] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
+                            [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--watch-one] [--merged-rows 1] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
 """
 import argparse
 import ctypes
@@ -23,6 +23,7 @@ from launch_bench import Bench, Case  # noqa: E402
 from launch_chain import CHECKED_LAYERS, Chain  # noqa: E402
 
 from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.launch_layer import MERGED_ROWS  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 # Standard deviation of a result: more than that, and less for chains, and for layers, whose sums over ranks add TP equal parts of one looped back.
@@ -73,6 +74,7 @@ def main():
     parser.add_argument("--receive-batch", type=int, default=4, help="vectors that a thread asks for at once, at most")
     parser.add_argument("--poll", action="store_true", help="who waits for the ring does not sleep")
     parser.add_argument("--watch-one", action="store_true", help="who waits for several vectors asks for the first one alone until it is there")
+    parser.add_argument("--merged-rows", type=int, default=MERGED_ROWS, help="rows of a layer up to which products norm for themselves what they read")
     parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--check", action="store_true", help="bytes only")
     parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="phases whose bytes count, by name")
@@ -82,7 +84,7 @@ def main():
     parser.add_argument("--lose", action="store_true", help="lose a result of the first layout: must end in a record")
     parser.add_argument("--plain", action="store_true", help="not a cooperative launch")
     args = parser.parse_args()
-    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None, receive_batch=args.receive_batch, poll=args.poll, watch_one=args.watch_one), [], 0
+    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None, args.merged_rows, receive_batch=args.receive_batch, poll=args.poll, watch_one=args.watch_one), [], 0
     layouts = [(case, c, copy, ring) for case in args.cases for c in args.clusters for copy in args.copy for ring in args.ring
                if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
     stress = ("-DK3_STRESS",)

@@ -17,7 +17,7 @@ from k3cuda import launch_kinds as lk  # noqa: E402
 from k3cuda import launch_rank as lr  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
-from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps  # noqa: E402
+from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import repack  # noqa: E402
 from k3cuda.runtime.cuda_driver import Module, open_device  # noqa: E402
@@ -53,8 +53,8 @@ def expert_bytes(kind):
 class Bench:
     """`shape`: what all kernels are built with (launch_source.constants)."""
 
-    def __init__(self, cases, is_plain=False, expert_parts=None, **shape):
-        self.is_plain, self.expert_parts, self.shape = is_plain, expert_parts, shape
+    def __init__(self, cases, is_plain=False, expert_parts=None, merged_rows=MERGED_ROWS, **shape):
+        self.is_plain, self.expert_parts, self.merged_rows, self.shape = is_plain, expert_parts, merged_rows, shape
         self.device = open_device(0)
         self.cfg = K3Config.from_json(RELEASED_FOLDER)
         self.plan = build_plan(self.cfg, TP)
@@ -78,7 +78,7 @@ class Bench:
         if not case.is_layer:
             kinds = parts(lr.with_experts(self.cfg, TP, grid.cluster)) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
             return bp.chain(kinds, layers, case.rows, grid, self.cfg.num_experts_per_token if case.forced else 0)
-        kinds = parts(layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced)))
+        kinds = parts(layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced), merged=case.rows <= self.merged_rows))
         steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers))
         return bp.program(kinds, steps, case.rows, grid, self.cfg.num_experts_per_token, slots=LAYER_SLOTS)
 

@@ -7,7 +7,7 @@ from k3cuda import launch_kinds as lk
 from k3cuda import launch_rank as lr
 from k3cuda import timeline
 from k3cuda.config import RELEASED_FOLDER, K3Config
-from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps
+from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps
 from k3cuda.phases import ARRANGEMENTS, Grid
 from k3cuda.plan import build_plan
 from k3cuda.runtime.repack import leaf_bytes
@@ -48,7 +48,7 @@ def chain_program(plan, what, experts, rows, cluster, layers):
     """What scripts/bench_launch.py runs."""
     cfg, grid = plan.cfg, Grid(sms=BLOCKS[cluster], cluster=cluster, copy=COPY)
     if what == "layer":
-        kinds = layer_kinds(cfg, 16, cluster, rank_parts=16, forced=False)
+        kinds = layer_kinds(cfg, 16, cluster, rank_parts=16, forced=False, merged=rows <= MERGED_ROWS)
         grid = dataclasses.replace(grid, ring=SLOTS[cluster, rows] * COPY)
         return bp.program(kinds, layer_steps(plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers)), rows, grid, cfg.num_experts_per_token, slots=LAYER_SLOTS)
     kinds = lr.with_experts(cfg, 16, cluster) if experts else lr.dense_products(cfg, 16, cluster)
@@ -63,6 +63,7 @@ def chain_us(plan, what, experts, rows, cluster):
     for (kind, _), phase in zip(program.weights, program.schedule.phases):
         k, units = program.kinds[kind], phase.units
         does = (ROUNDS[k.round],) if isinstance(k, lk.Mix) else ("kda_head",) if isinstance(k, lk.Kda) else ()
+        does = ("mix_out",) if isinstance(k, lk.Product) and k.norm else does
         does = ("choose", "expert_up") if what == "layer" and isinstance(k, lk.ExpertUp) else does
         steps = 2 * k.groups if k.is_chosen else getattr(k, "steps", 0)
         if k.is_chosen:

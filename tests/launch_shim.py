@@ -28,26 +28,31 @@ UP, DOWN = lk.ExpertUp("up", 4, 4, 3), lk.ExpertDown("down", 6, 2)
 WITH_EXPERTS = (PRODUCTS[0], lk.ForcedChoice("choice", EXPERTS), UP, DOWN)
 
 
-def small_layer():
-    """A layer's kinds with sizes that three blocks without clusters can do: leaves and steps are the kinds' own, not of one model."""
+def small_layer(merged=False):
+    """A layer's kinds with sizes that three blocks without clusters can do: leaves and steps are the kinds' own, not of one model. `merged`: as layer_kinds'."""
     kind = lambda k, reads, *fields, **more: type(k)(**{n: getattr(k, n) for n in k.__dataclass_fields__} | more | {"reads": tuple(reads.split()), "fields": fields})
-    closed, *ffn_mix = lk.mix_rounds("ffn_mix", HIDDEN, RANKS, CLOSED, "attn_parts", Field("ffn_in", "bf16", HIDDEN, HIDDEN))
+    rounds = lambda name, n, parts, blocks, reads, out, row: lk.mix_rounds(name, n, parts, blocks, reads, None if merged else Field(out, "bf16", n, row))
+    attn_mix = rounds("attn_mix", HIDDEN, 1, CLOSED, "ffn_out", "attn_in", HIDDEN)
+    closed, *ffn_mix = rounds("ffn_mix", HIDDEN, RANKS, CLOSED, "attn_parts", "ffn_in", HIDDEN)
+    routed_norm = rounds("routed_norm", LATENT, RANKS, 0, "routed_parts", "routed_normed", 512)
+    norm = lambda mix: mix[-1] if merged else None
+    of = lambda mix: " ".join(lk.normed_reads(mix[-1])) if merged else mix[-1].fields[0].name
     return (
-        *lk.mix_rounds("attn_mix", HIDDEN, 1, CLOSED, "ffn_out", Field("attn_in", "bf16", HIDDEN, HIDDEN)),
-        kind(lk.Product("kda_in", 67, 16, 2), "attn_in", Field("kda_f_a", "bf16", DIM // RANKS, DIM), Field("kda_beta", "f32", 4, 4),
+        *attn_mix,
+        kind(lk.Product("kda_in", 67, 16, 2, norm=norm(attn_mix)), of(attn_mix), Field("kda_f_a", "bf16", DIM // RANKS, DIM), Field("kda_beta", "f32", 4, 4),
              Field("kda_qkv", "bf16", 3 * HEADS * DIM, 3 * HEADS * DIM), Field("kda_out_gate", "f32", HEADS * DIM, HEADS * DIM), firsts=(0, 2, 3, 51)),
         closed,
         lk.Kda("kda_mix", HEADS, DIM, 4, reads=("kda_f_a", "kda_beta", "kda_qkv", "kda_out_gate"), fields=(Field("mixer_out", "bf16", HEADS * DIM, HEADS * DIM),)),
         kind(lk.Product("o_proj", HIDDEN // 16, 1, 16), "mixer_out", Field("attn_parts", "f32", HIDDEN, HIDDEN * RANKS)),
         *ffn_mix,
-        kind(lk.Product("moe_in", 11, 16, 2), "ffn_in", Field("shared_gate_up", "f32", 64, 64), Field("router_logits", "f32", EXPERTS // RANKS, EXPERTS),
+        kind(lk.Product("moe_in", 11, 16, 2, norm=norm(ffn_mix)), of(ffn_mix), Field("shared_gate_up", "f32", 64, 64), Field("router_logits", "f32", EXPERTS // RANKS, EXPERTS),
              Field("moe_latent", "bf16", 96, UP.inputs), firsts=(0, 4, 5)),
         lk.Route("route", EXPERTS, TOP_K, reads=("router_logits",)),
-        kind(lk.Product("shared_down", HIDDEN // 16, 1, 2), "shared_gate_up", Field("shared_partial", "f32", HIDDEN, HIDDEN), situ=True),
         kind(UP, "moe_latent", Field("expert_act", "bf16", UP.outputs, UP.outputs)),
         kind(DOWN, "expert_act", Field("routed_parts", "f32", LATENT, LATENT * RANKS)),
-        *lk.mix_rounds("routed_norm", LATENT, RANKS, 0, "routed_parts", Field("routed_normed", "bf16", LATENT, 512)),
-        kind(lk.Product("latent_up", HIDDEN // 16 // RANKS, 16, 2), "routed_normed shared_partial", Field("ffn_out", "f32", HIDDEN // RANKS, HIDDEN), adds=RANKS),
+        kind(lk.Product("shared_down", HIDDEN // 16, 1, 2), "shared_gate_up", Field("shared_partial", "f32", HIDDEN, HIDDEN), situ=True, beside=True),
+        *routed_norm,
+        kind(lk.Product("latent_up", HIDDEN // 16 // RANKS, *((1, 6) if merged else (16, 2)), norm=norm(routed_norm)), f"{of(routed_norm)} shared_partial", Field("ffn_out", "f32", HIDDEN // RANKS, HIDDEN), adds=RANKS),
     )
 
 

@@ -63,8 +63,9 @@ def check_bytes(case, walked):
 
 
 @shim
-@pytest.mark.parametrize("kinds, rows", [(PRODUCTS, 1), (PRODUCTS, 3), (PRODUCTS, 8), (WITH_EXPERTS, 1), (WITH_EXPERTS, 8), (small_layer(), 1), (small_layer(), 8)],
-                         ids=lambda v: str(v) if isinstance(v, int) else {3: "products", 4: "experts"}.get(len(v), "layer"))
+@pytest.mark.parametrize("kinds, rows", [(PRODUCTS, 1), (PRODUCTS, 3), (PRODUCTS, 8), (WITH_EXPERTS, 1), (WITH_EXPERTS, 8), (small_layer(), 1), (small_layer(), 8), (small_layer(merged=True), 1),
+                                         (small_layer(merged=True), 3)],
+                         ids=lambda v: str(v) if isinstance(v, int) else {3: "products", 4: "experts", 14: "merged"}.get(len(v), "layer"))
 def test_the_bytes_of_the_standard_path(tmp_path, kinds, rows):
     case = Case(tmp_path, kinds, rows)
     walked = Walked(case, tmp_path / "standard")

@@ -6,6 +6,7 @@
 #pragma once
 #include "launch_experts.cuh"
 #include "launch_kda.cuh"
+#include "launch_normed.cuh"
 
 // Kinds of phases, by their place in the program's words.
 template <class... P> struct LaunchKinds;

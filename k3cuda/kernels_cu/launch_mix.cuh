@@ -2,7 +2,8 @@
 // has the same slices in all of them, so prefix sums and closed blocks are only ever touched by their own threads.
 //
 //   closed   squares and scores of the closed blocks, per chunk of the tree; nothing waits for it, so it runs phases ahead of the mix
-//   sums     the ranks' parts join the prefix sum; p p, p score, p c, c c per chunk
+//   sums     the ranks' parts join the prefix sum; p p, p score, p c, c c per chunk. Leaves what joined and the mixture too, where its readers norm
+//            for themselves (launch_normed.cuh) and there is no third round
 //   out      the mixture and its norm; right behind `sums` in every program, whose values it finds in shared memory
 #pragma once
 #include "launch_fields.cuh"
@@ -118,8 +119,9 @@ struct LaunchMixClosed : LaunchMixAhead<S, false, false> {
   }
 };
 
-template <class S>
+template <class S, bool kLast = false>
 struct LaunchMixSums : LaunchMixAhead<S, true, false> {
+  enum Field { kSums, kJoined, kMixture };
   typedef LaunchMixRoom<S> Room;
   static constexpr int kPartsBytes = S::kGroups * S::kOwn * 4;
   static constexpr int x_vectors(int, int) { return (S::kUnits * sizeof(Room) + kPartsBytes) / 16; }
@@ -143,7 +145,8 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
     }
   }
   // c of this thread's elements where the closed blocks lay, nothing where there are none.
-  static K3_DEVICE void keep_mixture(const LaunchSlice<S>& slice, Room& m, const Consumers& team) {
+  template <class Block>
+  static K3_DEVICE void keep_mixture(const Block& block, const ProgramPhase& p, int phase, const LaunchSlice<S>& slice, Room& m, const Consumers& team) {
     float c[S::kPer] = {}, top = 0, total = 0;
     if constexpr (S::kBlocks > 0)
       if (slice.mix) {
@@ -154,6 +157,17 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
     for (int i = 0; i < S::kPer; ++i)
       if (const int e = team.thread() + i * S::kThreads; e < S::kOwn) m.source[1][e] = c[i];
     if (team.thread() == 0) m.top = top, m.total = total;
+    if (!kLast || !slice.mix) return;
+    const float scalars[4] = {top, total, 0, 0};
+    if (slice.own == 0 && team.thread() == 0) block.template publish<1>(p, phase, slice.row, S::kLeaves, floats_vector(scalars), 0, kSums);
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i) leave(block, p, phase, slice, team.thread() + i * S::kThreads, c[i], kMixture, team);
+  }
+  // Element `e` of the slice, which this thread has; four lanes a vector.
+  template <class Block>
+  static K3_DEVICE void leave(const Block& block, const ProgramPhase& p, int phase, const LaunchSlice<S>& slice, int e, float v, Field field, const Consumers& team) {
+    const uint4 vector = pack_floats(v, team.lane());
+    if (e < S::kOwn && e % 4 == 0) block.template publish<1>(p, phase, slice.row, (slice.own + e) / 4, vector, 0, field);
   }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
@@ -179,16 +193,17 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
                              [&](int i, const uint4& vector) { ((uint4*)m.closed)[i] = vector; });
           team.sync();
         }
-      keep_mixture(slice, m, team);
+      keep_mixture(block, p, phase, slice, m, team);
       receive_parts(block, p, phase, slice.row, slice.own, parts);
       team.sync();
       if (u + 1 == p.units) block.received(phase);
       K3_UNROLL
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads;
-        if (e >= S::kOwn) continue;
-        float joined = tree_sum<S::kGroups>(parts + e, S::kOwn);
+        float joined = tree_sum<S::kGroups>(parts + min_of(e, S::kOwn - 1), S::kOwn);
         if (slice.a.hidden) joined += before[i];
+        if constexpr (kLast) leave(block, p, phase, slice, e, joined, kJoined, team);
+        if (e >= S::kOwn) continue;
         m.source[0][e] = joined;
         keep_prefix(slice.a, slice.at() + e, joined);
       }

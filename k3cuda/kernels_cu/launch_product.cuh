@@ -51,6 +51,7 @@ constexpr int kInboxTurns = 4;
 // What a product multiplies, into shared memory as [pair][token][quarter]: BF16 as it comes. A block that has all leaves reads all of the field,
 // though it may use less.
 struct LaunchPlain {
+  static constexpr int vectors(int) { return 0; }   // of shared memory that it takes behind the rest
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
@@ -66,6 +67,7 @@ struct LaunchPlain {
 // SiTU of F32 gates and ups, whose tiles of 16 come in turn. A thread a value: eight of a vector behind one another in a few threads took 3.6
 // microseconds at one row.
 struct LaunchSitu {
+  static constexpr int vectors(int) { return 0; }
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
@@ -95,21 +97,21 @@ struct LaunchSitu {
   }
 };
 
-// What is added to a product's rows, F32: nothing, or the parts of all ranks, [part][row] in the second field that the phase reads. Sums of parts
+// What is added to a product's rows, F32: nothing, or the parts of all ranks, [part][row] in field kField_ that the phase reads. Sums of parts
 // lie behind the tokens in shared memory, [unit][token][row of the tile], of kUnits_ units of a block at most.
 struct LaunchNothing {
   static constexpr int floats(int) { return 0; }
   template <class Block> static K3_DEVICE void fetch(Block&, const ProgramPhase&, int, float*) {}
   static K3_DEVICE float add(float v, const float*, int) { return v; }
 };
-template <int kRanks, int kTiles, int kUnits_>
+template <int kRanks, int kTiles, int kUnits_, int kField_>
 struct LaunchAdd {
   static constexpr int floats(int tokens) { return kUnits_ * tokens * kTileRows; }
   template <class Block>
   static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase, float* sums) {
     typedef typename Block::Shape S;
-    const u32* from = (const u32*)block.input(p, 1);
-    const int row = block.link(p).in[1].row * 4;
+    const u32* from = (const u32*)block.input(p, kField_);
+    const int row = block.link(p).in[kField_].row * 4;
     const Consumers team;   // of this phase alone, as in launch_kda.cuh
     team.sync();            // all are finished with the phase before
 #pragma unroll 1
@@ -146,7 +148,8 @@ struct LaunchProduct {
   static constexpr int kChunkSteps = chunk_steps(kSteps, kSlotBytes / kStepBytes, false), kChunks = kSteps / kChunkSteps;
   static constexpr int kChunkBytes = kChunkSteps * kStepBytes, kUnitCopies = kBlockLeaves * kChunks;
   static constexpr int kOwnVectors = kBlockLeaves * kSteps * 2;   // of a token, what one block reads
-  static constexpr int x_vectors(int tokens, int) { return tokens * kOwnVectors + Add::floats(tokens) / 4; }
+  static constexpr int in_at(int tokens) { return tokens * kOwnVectors + Add::floats(tokens) / 4; }
+  static constexpr int x_vectors(int tokens, int) { return in_at(tokens) + In::vectors(tokens); }
   static_assert(kSteps % 2 == 0 && kBlockLeaves * kParts == kLeaves && kGroups * kBlockLeaves == kConsumers, "warps take whole leaves");
   static_assert(kChunkBytes <= kSlotBytes, "a copy fits a slot");
 

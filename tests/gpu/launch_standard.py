@@ -61,7 +61,7 @@ class Standard:
 
     def __init__(self, program: BlockProgram, sms: int, clusters: bool, situ, routed_scale: float, norm_eps: float):
         self.program, self.sms, self.clusters, self.scalars = program, sms, clusters, (situ, routed_scale, norm_eps)
-        self.norms = {k.name: (k.n, k.leaves, k.rank_parts, k.blocks, k.slices if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, lk.Mix)}
+        self.norms = {k.stage: (k.n, k.leaves, k.rank_parts, k.blocks, k.slices if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, lk.Mix)}
         text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "kda_core.cuh"\n#include "norm_core.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
         for k in program.kinds:
             text += self._source(k)
@@ -86,8 +86,8 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
             return (f"typedef ExpertList<{tokens * top_k}> items;\ntypedef ExpertUpShape<{k.leaves}, {k.groups}, items, {max(tokens, 2)}, {up_warps}, 62 * 1024> up_shape;\n"
                     f"typedef ExpertDownShape<1, {down.groups}, items, {tokens}, {top_k}, {down_warps}> down_shape;\nK3_BENCH_EXPERTS(experts, 1, 1, up_shape, down_shape)\n")
         kernel = self._kda_kernel()[0] if isinstance(k, lk.Kda) else None
-        if isinstance(k, lk.Mix) and k.round == lk.OUT:
-            kernel = ck.norm_row(*self.norms[k.name])
+        if isinstance(k, lk.Mix) and k.round == lk.SUMS:
+            kernel = ck.norm_row(*self.norms[k.stage])
         if isinstance(k, lk.Route):
             kernel = ck.route(k.experts, k.top_k, ROUTE_THREADS)
         if kernel is None or kernel.name in self.kernels:
@@ -149,7 +149,10 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
         rows, (situ, scale, eps) = self.program.rows, self.scalars
         if isinstance(k, lk.ForcedChoice):
             return None
-        x = self.read(phase, 0) if k.reads else None
+        if isinstance(k, lk.Product) and k.norm:
+            x = self._normed(k.norm, layer, eps)
+        else:
+            x = self.read(phase, 0) if k.reads else None
         if isinstance(k, lk.Route):
             ids, chosen = np.zeros((rows, k.top_k), np.int32), np.zeros((rows, k.top_k), np.float32)
             self._run(ck.route(k.experts, k.top_k, ROUTE_THREADS).name, rows, ROUTE_THREADS, [x, weights, np.zeros(rows, np.int32), np.float32(scale), ids, chosen])
@@ -166,7 +169,7 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
             y = np.zeros((rows, k.outputs), np.float32)
             self._run(k.name, None, None, [weights, k.tiles, x, x.shape[1], rows, y, k.outputs])
             if k.adds:   # as the stage's epilogue does: neighbours first
-                parts = list(self.read(phase, 1).reshape(rows, k.adds, -1).transpose(1, 0, 2))
+                parts = list(self.read(phase, len(k.reads) - 1).reshape(rows, k.adds, -1).transpose(1, 0, 2))
                 while len(parts) > 1:
                     parts = [a + b for a, b in zip(parts[::2], parts[1::2])]
                 y = y + parts[0]
@@ -183,24 +186,26 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
 
     def _mix(self, phase, k, layer, x, eps):
         if k.round == lk.SUMS:
-            self.joined[k.stage] = x
-        if k.round != lk.OUT:
-            return None
-        rows, step, mixes = self.program.rows, self.program.steps[phase], k.blocks > 0
-        closed, opens = step.extra & 15, step.extra >> 4
-        score, weight = self.mixes[k.name, layer]
-        parts = np.ascontiguousarray(self.joined[k.name].reshape(rows, k.rank_parts, k.n).transpose(1, 0, 2))
+            self.joined[k.stage] = x, self.program.steps[phase].extra
+        return [self._normed(k, layer, eps)] if k.round == lk.OUT else None
+
+    def _normed(self, k, layer, eps):
+        """BF16 bits [rows, n] of the mix whose sums were the last ones; what joined becomes its prefix sum, or a closed block."""
+        rows, mixes, (joined, extra) = self.program.rows, k.blocks > 0, self.joined[k.stage]
+        closed, opens = extra & 15, extra >> 4
+        score, weight = self.mixes[k.stage, layer]
+        parts = np.ascontiguousarray(joined.reshape(rows, k.rank_parts, k.n).transpose(1, 0, 2))
         out, snapshot, hidden = np.zeros((rows, k.n), np.uint16), np.zeros((rows, k.n), np.float32), self.hidden[:rows].copy()
         at = np.ascontiguousarray(self.blocks[:, :rows])
         row = {"row_slot": None, "row_map": None, "rows": rows, "part_rows": rows, "parts": parts, "hidden": hidden if mixes else None, "hidden_out": hidden if mixes else None,
                "snapshot": snapshot if opens else None, "blocks": at, "num_blocks": closed, "score": score, "weight": weight, "out": out, "eps": eps}
-        shape = self.norms[k.name]
+        shape = self.norms[k.stage]
         self._run(ck.norm_row(*shape).name, rows * shape[4], MIX_THREADS, [Struct(ck.NormRow, row)], shared=ck.norm_shared(*shape), cluster=shape[4])
         if mixes:
             self.hidden[:rows] = hidden
         if opens:
             self.blocks[closed, :rows] = snapshot
-        return [stored(of_bf16(out), "bf16")]
+        return stored(of_bf16(out), "bf16")
 
     def _kda(self, phase, k, layer, eps):
         rows, c = self.program.rows, k.heads * k.dim

@@ -223,7 +223,7 @@ def test_the_program_of_a_released_layer(rows):
     program = bp.program(kinds, steps, rows, Grid(sms=132, cluster=2), 16, slots=LAYER_SLOTS)
     assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (lk.Mix, lk.Kda)))
     assert [s.extra for s in steps if s.name == "attn_mix"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix"] == [1, 2, 2, 2]
-    homes = {}
+    homes, has = {}, {}   # has: (kind, phase) -> units of every block
     for block, phases in enumerate(words_of(program)):
         owner, cleaned = {}, {}
         for phase, (kind, _, reads, out, clears, needs, units) in enumerate(phases):
@@ -240,7 +240,13 @@ def test_the_program_of_a_released_layer(rows):
             if isinstance(k, lk.Mix):
                 homes.setdefault((k.n, k.blocks), {}).setdefault(block, set()).add(tuple(units))
             assert not (isinstance(k, lk.Kda) and units and block < 8 * rows)   # elsewhere than mixes
+            has.setdefault((k.name, phase), {})[block] = len(units)
         assert all(left is None for left in owner.values())                # everything is cleared in the end
+    of = lambda name: next(units for (kind, _), units in has.items() if kind == name)
+    assert all(not (of("moe_down")[block] and of("shared_down")[block]) for block in range(132)) and max(of("shared_down").values()) == 23
+    for product, reader in (("kda_in", "kda_mix"), ("o_proj", "ffn_mix_sums"), ("latent_up", "attn_mix_sums")):   # the fewest where its reader is at home
+        busy = [of(product)[block] for block in range(132) if of(reader)[block]]
+        assert max(busy) == min(of(product).values()) or (product, rows) == ("kda_in", 8)   # more blocks than have fewer tiles
     assert all(len(units) == 1 for of_blocks in homes.values() for units in of_blocks.values())
     for a, b in zip(steps, steps[1:]):
         assert (a.name == "attn_mix_sums") <= (b.name == "attn_mix")       # what it finds in shared memory is of the phase before

@@ -235,7 +235,7 @@ struct LaunchExpertDown {
           if (token < count) results[(first + token) * width + tile * kTileRows + block.me.lane / 4 + i / 2 * 8] = c[i];
         }
       }
-      block.ring.give(block.counts.copies + turn, in_copy ? kConsumers / taken : kConsumers - (taken - 1) * (kConsumers / taken), block.me);
+      block.ring.give(block.counts.copies + turn, in_copy ? 1 : kConsumers - (taken - 1), block.me);
     }
     block.counts.copies += (entries + own.per - 1) / own.per;
     warps_sync(kAllConsumers, kAll);

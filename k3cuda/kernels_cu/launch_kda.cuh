@@ -4,11 +4,11 @@
 #include "kda_core.cuh"
 #include "launch_mix.cuh"
 
-// A unit is a head of the sequence that a row opens; of other rows it is nothing. Fields: low-rank decay, BF16; betas before the sigmoid, F32; q, k and v
+// Of at most kTokens rows. A unit is a head of the sequence that a row opens; of other rows it is nothing. Fields: low-rank decay, BF16; betas before the sigmoid, F32; q, k and v
 // before the conv, BF16; output gates, F32.
-template <int kDim, int kWidth, int kHeads>
-struct LaunchKda {
-  typedef KdaShape<kDim, kWidth, 1, 2, Consumers::kThreads> S;
+template <int kDim, int kWidth, int kHeads, int kTokens>
+struct LaunchKdaRows {
+  typedef KdaShape<kDim, kWidth, 1, 2, Consumers::kThreads, kTokens> S;
   static_assert(S::kThreads == Consumers::kThreads && S::kHolders == S::kThreads, "all consumers hold state");
   struct __align__(16) Room {
     KdaMix a;
@@ -16,7 +16,7 @@ struct LaunchKda {
     float gate[S::kBatch][S::kDim];
     int first, head, rows, slot;   // of the unit
   };
-  static constexpr int x_vectors(int, int) { return (sizeof(Room) + 15) / 16; }
+  static constexpr int kVectors = (sizeof(Room) + 15) / 16;
   static constexpr int kChannels = kHeads * kDim;
   enum Field { kLowRank, kBeta, kInputs, kGate };
 
@@ -126,4 +126,14 @@ struct LaunchKda {
     }, team);
   }
   static K3_DEVICE const float* state_of(const Room& room, int slot, int head) { return room.a.state + (size_t(slot) * kHeads + head) * kDim * kDim; }
+};
+
+template <int kDim, int kWidth, int kHeads>
+struct LaunchKda {
+  template <int kTokens> using Rows = LaunchKdaRows<kDim, kWidth, kHeads, kTokens>;
+  static constexpr int x_vectors(int tokens, int) { return tokens == 1 ? Rows<1>::kVectors : tokens == 2 ? Rows<2>::kVectors : tokens == 4 ? Rows<4>::kVectors : Rows<8>::kVectors; }
+  template <class Block, class Producer>
+  static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase& p, const u8* w, int phase) { Rows<Block::Shape::kTokens>::produce(block, producer, p, w, phase); }
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) { Rows<Block::Shape::kTokens>::consume(block, p, phase); }
 };

@@ -84,17 +84,17 @@ class LaunchArgs(ctypes.Structure):
     """As in launch_core.cuh: addresses, then numbers."""
 
     _fields_ = [*_fields(ctypes.c_void_p, "weights programs input exchange result record stamps counts failed trouble"), ("limit_ns", ctypes.c_uint64),
-                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window waiting_window first_window prefetch"),
+                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window first_window prefetch"),
                 *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS)]
 
 
-def arguments(program: BlockProgram, *, window: int, waiting_window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = 2_000_000_000,
+def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = 2_000_000_000,
               situ: tuple[float, float] = (1.0, 1.0), routed_scale: float = 1.0, norm_eps: float = 0.0, block_rows: int = 0, **addresses: int) -> LaunchArgs:
     """The kernel's argument.
 
     Args:
-        window, waiting_window: bytes that a block has in flight at most, and while it waits for a hand-over.
-        first_window: the former for phases of the first kind that has weights (kda_in of a layer); None: the same.
+        window: bytes that a block has in flight at most.
+        first_window: the same for phases of the first kind that has weights (kda_in of a layer); None: the same.
         prefetch: copies that are brought into the L2 while a ring is full.
         limit_ns: nanoseconds that any wait may take.
         situ: the two betas of the activation. routed_scale: what a row's expert weights add up to. norm_eps: of every norm.
@@ -102,7 +102,7 @@ def arguments(program: BlockProgram, *, window: int, waiting_window: int, first_
         addresses: the pointers of LaunchArgs but `failed`; those left out are null.
     """
     args = LaunchArgs(limit_ns=limit_ns, phases=program.phases, clearings=program.clearings, words=program.words.shape[1], rows=program.rows, block_rows=block_rows,
-                      slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window, waiting_window=waiting_window,
+                      slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window,
                       first_window=window if first_window is None else first_window, prefetch=prefetch, situ_beta=situ[0],
                       situ_linear_beta=situ[1], routed_scale=routed_scale, norm_eps=norm_eps, failed=addresses["counts"] + FAILED_AT, **addresses)
     for i, link in enumerate(program.links):

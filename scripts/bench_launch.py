@@ -3,7 +3,7 @@
 Chains of products (`0` without experts, `16` with as many chosen beforehand), and whole KDA layers: mixes, products, the middle of KDA, the choice of
 experts (`layer`; `layer16`: forced), experts and their norm.
 
-    scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48:16,48:48] [--layers 21]
+    scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48,48:96] [--layers 21]
                             [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--watch-one] [--merged-rows 1] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
 """
 import argparse
@@ -66,7 +66,7 @@ def main():
     cases = lambda text: [Case(w) for w in text.split(",")]
     parser.add_argument("--cases", type=cases, default=cases("0:1,0:8,16:1,107:8,layer:1,layer:8,layer16:1,layer107:8"), help="what, and rows")
     parser.add_argument("--clusters", type=numbers, default=[1, 2, 4])
-    parser.add_argument("--windows", type=pairs, default=[(48, 16), (48, 48)], help="KB in flight, while a hand-over is pending, and in kda_in if that is to have another")
+    parser.add_argument("--windows", type=pairs, default=[(48,)], help="KB in flight, and in kda_in if that is to have another")
     parser.add_argument("--copy", type=numbers, default=[7680], help="bytes of a copy at most")
     parser.add_argument("--ring", type=numbers, default=[160], help="KB at most")
     parser.add_argument("--prefetch", type=numbers, default=[0], help="copies brought into the L2 while a ring is full")

@@ -134,7 +134,7 @@ def launched(library, program, weights, x, launches=1, record=None, limit_ns=100
     words = program.words if words is None else words
     names = dict(weights=places, programs=words, input=x, exchange=exchange, result=result, counts=counts, trouble=trouble, record=record)
     addresses = {n: a.ctypes.data for n, a in names.items() if a is not None}
-    args = ls.arguments(program, window=4096, waiting_window=2048, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE,
+    args = ls.arguments(program, window=4096, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE,
                         norm_eps=NORM_EPS, block_rows=block_rows, **addresses)
     for launch in range(launches):
         pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3

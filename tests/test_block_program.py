@@ -302,7 +302,7 @@ def test_the_first_window_is_that_of_the_first_kind_with_weights(tmp_path):
         text = ls.constants(program, ring=24 * 1024, copy=2048) + 'extern "C" int first[1] = {product_chain_shape::kFirstStreaming};\n'
         assert kinds[host.constants(host.build(text, [], folder), "first", 1)[0]].name == first
         for said, found in ((6144, 6144), (0, 0), (None, 4096)):
-            assert ls.arguments(program, window=4096, waiting_window=2048, first_window=said, counts=0).first_window == found
+            assert ls.arguments(program, window=4096, first_window=said, counts=0).first_window == found
 
 
 @shim

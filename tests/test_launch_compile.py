@@ -6,7 +6,7 @@ pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3c
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
-from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps  # noqa: E402
+from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import cuda_jit  # noqa: E402
@@ -20,7 +20,7 @@ GRID = Grid(cluster=CLUSTER)
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_layer_compiles_without_spills(arch, rows):
     """It has all kinds of phases that there are: what one keeps in registers beyond its phases, the others lack."""
-    kinds = layer_kinds(CFG, TP, CLUSTER, rank_parts=TP, forced=False)
+    kinds = layer_kinds(CFG, TP, CLUSTER, rank_parts=TP, forced=False, merged=rows <= MERGED_ROWS)
     program = bp.program(kinds, layer_steps(build_plan(CFG, TP), kinds, range(30, 31)), rows, GRID, TOP_K, slots=LAYER_SLOTS)
     compiled = cuda_jit.compile_cuda(ls.source(program), arch, strict=True)
     assert compiled.resources()["product_chain"].registers <= 96    # 18 warps: five of them in one of the four parts of a multiprocessor

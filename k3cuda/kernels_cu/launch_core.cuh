@@ -45,7 +45,7 @@ struct LaunchArgs {
   LaunchCounts* counts;
   Watch watch;
   // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window, prefetch;
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };
@@ -100,14 +100,14 @@ struct LaunchBlock {
       ring.init();
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
-      state.received = state.cleaned = state.waiting = state.chosen = 0;
+      state.received = state.cleaned = state.chosen = 0;
     }
     __syncthreads();
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
   }
 
   K3_DEVICE void produce() {
-    LaunchProducer<typename S::Ring> producer{ring, state, a.watch, u32(a.window), u32(a.waiting_window), a.prefetch};
+    LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
     const u32* at = program;
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {
@@ -198,7 +198,6 @@ struct LaunchBlock {
   }
   // By all consumers, when the last of them has read the input, or that of a unit.
   K3_DEVICE void arrived(int phase) const {
-    if (me.thread() == 0) state.waiting = 0;
     stamp(phase, kInputHere);
   }
   // By all consumers: nobody will read the input again.
@@ -226,7 +225,6 @@ struct LaunchBlock {
     stress(phase);
     if (p.units) {
       stamp(phase, kBegins);
-      if (me.thread() == 0) state.waiting = 1;
       for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
       stamp(phase, kSlotClean);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });

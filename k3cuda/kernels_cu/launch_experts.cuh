@@ -83,9 +83,10 @@ struct LaunchExpertUp {
       block.ring.give(copy, kConsumers * kWarpLeaves / kCopyLeaves, block.me);
       met(block, block.added(group, turns), turns / 2 & 1 ^ 1, phase, turns);
       float* partial = block.partial(turns) + group * kUnitWarps * S::kTokens * kSumStride;   // [tile][warp][token][row]
+      const Me me;   // again: not kept meanwhile
       K3_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const int token = block.me.lane % 4 * 2 + i % 2, row = block.me.lane / 4 + i / 2 * 8;
+        const int token = me.lane % 4 * 2 + i % 2, row = me.lane / 4 + i / 2 * 8;
         if (token < S::kTokens) partial[(own * S::kTokens + token) * kSumStride + row] = c[i];
       }
       arrive(block, block.stored(group, turns));

@@ -100,7 +100,7 @@ struct LaunchMixClosed : LaunchMixAhead<S, false, false> {
   static constexpr int x_vectors(int, int) { return sizeof(Room) / 16; }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    const Consumers team = block.team();
+    const Consumers team;
     Room& m = *(Room*)block.x();
     block.received(phase);   // of other phases it reads nothing
 #pragma unroll 1
@@ -128,7 +128,7 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
   // Sums of four parts, [group][element].
   template <class Block>
   static K3_DEVICE void receive_parts(const Block& block, const ProgramPhase& p, int phase, int row, int own, float* parts) {
-    const Consumers team = block.team();
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
     const uint4* from = block.input(p, 0) + row * block.link(p).in[0].row + own / 4;
 #pragma unroll 1
     for (int i = team.thread(); i < S::kGroups * S::kVectors; i += S::kThreads) {
@@ -171,7 +171,7 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
   }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    const Consumers team = block.team();
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
     Room* rooms = (Room*)block.x();
     float* parts = (float*)(rooms + S::kUnits);
 #pragma unroll 1
@@ -225,7 +225,7 @@ struct LaunchMixOut : LaunchMixAhead<S, false, true> {
   static constexpr int x_vectors(int, int) { return 0; }   // that of the sums
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    const Consumers team = block.team();
+    const Consumers team;
     Room* rooms = (Room*)block.x();
 #pragma unroll 1
     for (int u = 0; u < p.units; ++u) {

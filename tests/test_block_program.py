@@ -299,7 +299,7 @@ def test_the_first_window_is_that_of_the_first_kind_with_weights(tmp_path):
     for name, kinds, first in (("layer", small_layer(), "kda_in"), ("chain", lk.linked(PRODUCTS), "wide")):
         program = bp.program(kinds, [bp.Step(k.name, 0) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
         (folder := tmp_path / name).mkdir()
-        text = ls.constants(program, ring=24 * 1024, copy=2048) + 'extern "C" int first[1] = {product_chain_shape::kFirstStreaming};\n'
+        text = ls.constants(program, ring=40 * 1024, copy=4096) + 'extern "C" int first[1] = {product_chain_shape::kFirstStreaming};\n'
         assert kinds[host.constants(host.build(text, [], folder), "first", 1)[0]].name == first
         for said, found in ((6144, 6144), (0, 0), (None, 4096)):
             assert ls.arguments(program, window=4096, first_window=said, counts=0).first_window == found

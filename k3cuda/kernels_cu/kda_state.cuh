@@ -17,7 +17,7 @@ struct KdaShape {
   static constexpr int kHolders = kGroups * kSlice / kCols;
   static constexpr int kThreads = kThreads_ > kHolders ? kThreads_ : kHolders, kWarps = kThreads / kWarpSize;
   static constexpr int kBatch = kBatch_;
-  static constexpr int kTiles = kDim / 16, kSteps = kDim / 16;
+  static constexpr int kTiles = kDim / 16, kSteps = kDim / 16, kHeldTiles = kTiles;   // kHeldTiles: of f_b, in KdaMixSmem
   static constexpr int kChannels = 2 * kDim + kSlice;      // q and k whole, v of the slice
   static constexpr int kRing = kBatch > 4 ? 16 : kBatch > 1 ? 8 : 4;   // rows of conv inputs: a batch and the history before it
   static constexpr int kInputs = kChannels + kDim;         // conv inputs of a row, then its low-rank decay

@@ -6,9 +6,24 @@
 
 // Of at most kTokens rows. A unit is a head of the sequence that a row opens; of other rows it is nothing. Fields: low-rank decay, BF16; betas before the sigmoid, F32; q, k and v
 // before the conv, BF16; output gates, F32.
+template <int kDim, int kWidth, int kTokens>
+struct LaunchKdaShape : KdaShape<kDim, kWidth, 1, 2, Consumers::kThreads, kTokens> {
+  static constexpr int kHeldTiles = 1;   // f_b lies in slots of the ring that the producer hands out empty, a tile each: its warp fills and reads it
+};
+
+// f_b of a unit: tile 0 in the slot of copy `first`, counted from the launch's first.
+template <class S, class Ring>
+struct LaunchKdaTiles {
+  const Ring& ring;
+  u32 first;
+  typedef uint4 Tile[S::kSteps][kWarpSize];
+  static_assert(sizeof(Tile) <= Ring::kSlotBytes && S::kTiles < Ring::kSlots && S::kTiles <= kConsumers, "all tiles of a head are in the ring at once, a warp has one");
+  template <class M> K3_DEVICE Tile& operator()(M&, int tile) const { return *(Tile*)(ring.slots + (first + tile) % Ring::kSlots * Ring::kSlotBytes); }
+};
+
 template <int kDim, int kWidth, int kHeads, int kTokens>
 struct LaunchKdaRows {
-  typedef KdaShape<kDim, kWidth, 1, 2, Consumers::kThreads, kTokens> S;
+  typedef LaunchKdaShape<kDim, kWidth, kTokens> S;
   static_assert(S::kThreads == Consumers::kThreads && S::kHolders == S::kThreads, "all consumers hold state");
   struct __align__(16) Room {
     KdaMix a;
@@ -47,9 +62,9 @@ struct LaunchKdaRows {
     }
   }
 
-  // Weights, window and state into the L2, phases before the block comes there.
+  // Weights, window and state into the L2, phases before the block comes there, and room for f_b.
   template <class Block, class Producer>
-  static K3_DEVICE void produce(const Block& block, Producer&, const ProgramPhase& p, const u8* w, int) {
+  static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase& p, const u8* w, int phase) {
     constexpr int kRows = kDim * kDim / kWarpSize;   // values of a lane's share of a matrix
     const KdaMix& a = *(const KdaMix*)w;
     const int lane = lane_id();
@@ -62,6 +77,7 @@ struct LaunchKdaRows {
       if (lane < 3) bulk_prefetch((lane == 0 ? a.q_conv : lane == 1 ? a.k_conv : a.v_conv) + channel * kWidth, kDim * kWidth * 4);
       else if (lane == 3) bulk_prefetch(a.dt_bias + channel, kDim * 4);
       else if (lane - 4 < 3 * S::kHistory) bulk_prefetch(a.conv_state + (size_t(slot) * 3 * S::kHistory + lane - 4) * kChannels + channel, kDim * 2);
+      producer.copies(S::kTiles, 1, 0, phase, [](int) { return 0; }, [](int, int) { return (const u8*)nullptr; });
     }
   }
 
@@ -79,6 +95,7 @@ struct LaunchKdaRows {
         continue;
       }
       const int n = kda_sequence_rows(room.a.row_slot, block.a.rows, first, slot);
+      block.counts.copies += S::kTiles;
       if (block.me.thread() == 0) room.first = first, room.head = head, room.rows = n, room.slot = slot;
       gates(block, p, phase, room, first, head, slot, n, u);
       recur(Block(block.smem + unknown_zero()), p, phase);   // which finds everything anew: the state wants the registers
@@ -91,7 +108,11 @@ struct LaunchKdaRows {
     const Consumers team;   // of this unit alone: what follows from it would be kept from unit to unit
     auto& m = room.m;
     const KdaMix& a = room.a;
-    kda_load_weights<S>(a, m, head, 0, team);
+    const LaunchKdaTiles<S, typename Block::Shape::Ring> f_b{block.ring, block.counts.copies - S::kTiles};
+    const u32 own = f_b.first + S::kWarps - 1 - team.warp();   // as kda_load_weights gives tiles to warps
+    const bool has_tile = team.warp() >= S::kWarps - S::kTiles;
+    if (has_tile) block.ring.take(own, block.a.watch, phase);
+    kda_load_weights<S>(a, m, head, 0, team, f_b);
     kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * kChannels, kChannels * S::kHistory, kChannels, head, 0, team);
     const float scale = expf(a.a_log[head]);
     receive(block, p, phase, room, head, first, n, team);
@@ -101,7 +122,11 @@ struct LaunchKdaRows {
     else block.arrived(phase);
     if (n == 1) kda_conv<S, 1>(a, m, head, 0, first, 0, n, team);
     else kda_conv<S, 4>(a, m, head, 0, first, 0, n, team);
-    kda_low_rank<S>(m, 0, n, team);
+    kda_low_rank<S>(m, 0, n, team, f_b);
+    if (has_tile) {
+      fence_slot();
+      block.ring.give(own, kConsumers, block.me);
+    }
     team.sync();
     kda_decay<S>(a, m, scale, head, 0, first, n, team);
     kda_l2norm<S>(a, m, head, 0, first, n, team);

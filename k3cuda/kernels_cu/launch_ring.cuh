@@ -71,6 +71,7 @@ inline bool inbox_try(u64* bar, u32 parity) {
 }
 inline void barrier_arrive_times(u64* bar, u32 times) { while (times--) barrier_arrive(bar); }
 inline void bulk_prefetch(const void*, u32) {}
+inline void fence_slot() {}
 inline int first_lane(u32 mask) { return __builtin_ffs(mask) - 1; }
 inline void pause_ns(u32 ns) {
   for (; ns >= 32; ns -= 32) shim_yield();
@@ -103,6 +104,8 @@ K3_DEVICE void barrier_arrive_times(u64* bar, u32 times) {
 }
 K3_DEVICE int first_lane(u32 mask) { return __ffs(mask) - 1; }   // -1: none
 K3_DEVICE void bulk_prefetch(const void* p, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory"); }
+// Behind a thread's own stores to a slot: bulk copies into it come later.
+K3_DEVICE void fence_slot() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 K3_DEVICE void pause_ns(u32 ns) { __nanosleep(ns); }
 K3_DEVICE void warps_sync(int id, int threads) {
   __syncwarp();
@@ -175,14 +178,14 @@ struct LaunchRing {
   }
   // Copy `n` of the block's program, counted from the launch's first. Before it is issued the slot may stand two turns back, where its
   // barrier looks as if the copy were there.
-  K3_DEVICE const u8* take(u32 n, const Watch& watch, int phase) {
+  K3_DEVICE const u8* take(u32 n, const Watch& watch, int phase) const {
     const u32 slot = n % kSlots, parity = n / kSlots & 1;
     for (Spin spin; issued[slot] != n + 1 || !barrier_try(full + slot, parity); spin.turn(watch, kWaitWeights, phase, n))
       if (!K3_POLL && issued[slot] != n + 1) pause_ns(kTakePause);
     return slots + slot * kSlotBytes;
   }
   // A whole warp; shares of the warps that take a copy add up to kConsumers.
-  K3_DEVICE void give(u32 n, u32 share, const Me& me) {
+  K3_DEVICE void give(u32 n, u32 share, const Me& me) const {
     __syncwarp();
     if (me.lane == 0) barrier_arrive_times(empty + n % kSlots, share);
   }

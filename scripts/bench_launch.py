@@ -127,10 +127,10 @@ def main():
                             "window": windows, "prefetch": prefetch, "us_a_layer": us, "mb_a_layer": nbytes / 1e6, "floor_us": floor, "ratio": us / floor})
             print(f"{case}, {experts:.0f} experts, clusters of {c}, {chain.grid} blocks, copies of {copy}, {chain.slots} slots, window {':'.join(str(w >> 10) for w in windows)}, "
                   f"prefetch {prefetch}: {us:.2f} us a layer, {us / floor:.2f} x of {nbytes / 1e6:.1f} MB", flush=True)
-        if args.stamps:
-            results[-1]["phases"] = by_phase(chain, kb[0], args.prefetch[-1])
-            for name, times in results[-1]["phases"].items():
-                print(f"    {name:16} " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
+            if args.stamps:
+                results[-1]["phases"] = by_phase(chain, windows, prefetch)
+                for name, times in results[-1]["phases"].items():
+                    print(f"    {name:16} " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
     commit = os.environ.get("K3CUDA_COMMIT") or subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     (Path(os.environ.get("OUT", ".")) / "bench_launch.json").write_text(json.dumps(
         {"command": sys.argv, "commit": commit, "gpu": bench.device.name, "ceiling_tb_s": ceiling / 1e12, "layers": args.layers, "results": results}, indent=1))

@@ -34,13 +34,14 @@ struct LaunchNormed {
       if (i < total) w = *(const uint4*)(weight + (first + i % P::kOwnVectors) * 8);
       ask_all(v, wants, at);
     };
+    auto await = [&] { await_asked(v, block.a.watch, phase, u32(i), wants, at); };
     ask();
+    await();       // here before the sums over it are
     team.sync();   // all are finished with the phase before
     if (team.warp() < block.a.rows) scale(block, p, phase, rows[team.warp()], mix, team);
     team.sync();
 #pragma unroll 1
     while (i < total) {
-      await_asked(v, block.a.watch, phase, u32(i), wants, at);
       const int row = i / P::kOwnVectors, k = i % P::kOwnVectors;
       const Row& r = rows[row];
       u32 words[4];
@@ -58,6 +59,7 @@ struct LaunchNormed {
       block.x()[(k / 4 * Shape::kTokens + row) * 4 + k % 4] = {words[0], words[1], words[2], words[3]};
       i += Consumers::kThreads;
       ask();
+      await();
     }
     team.sync();
   }

@@ -213,7 +213,7 @@ CLOSED, SUMS, OUT = "LaunchMixClosed", "LaunchMixSums", "LaunchMixOut"
 @dataclass(frozen=True)
 class Mix(Kind):
     """A round of a mix or a norm over rows of `n` values: `rank_parts` of them join, `blocks` closed ones at most are mixed in. `stage`: whose rounds they are.
-    `is_last`: of sums behind which there is no third round, since their readers norm for themselves.
+    `is_last`: of sums behind which there is no third round, since their readers norm for themselves. `most_slices`: of a row.
 
     A phase's own number: how many blocks are closed, and from bit 4 on whether the sum before it becomes one.
     """
@@ -224,6 +224,7 @@ class Mix(Kind):
     blocks: int
     stage: str = field(kw_only=True)
     is_last: bool = field(default=False, kw_only=True)
+    most_slices: int = field(default=MIX_SLICES, kw_only=True)
     home = 0
 
     @property
@@ -233,7 +234,7 @@ class Mix(Kind):
     @property
     def slices(self) -> int:
         """Of a row: whole chunks of its tree."""
-        return min(self.leaves, MIX_SLICES)
+        return min(self.leaves, self.most_slices)
 
     def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
         return (0,) * (rows * self.slices)
@@ -279,12 +280,12 @@ def _out(firsts: tuple[int, ...], fields: tuple[Field, ...]) -> str:
     return f"LaunchOut<{', '.join(segments)}>"
 
 
-def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field | None) -> tuple[Mix, ...]:
+def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field | None, most_slices: int = MIX_SLICES) -> tuple[Mix, ...]:
     """The rounds `name`_closed (where there are closed blocks), `name`_sums and `name`, which leaves `out`.
 
     out: None where its reader norms for itself: the sums are the last round then, and leave what that reads (`Product.norm`).
     """
-    make = lambda suffix, which, *, reads, fields, **more: Mix(name + suffix, which, n, rank_parts, blocks, stage=name, reads=reads, fields=fields, **more)
+    make = lambda suffix, which, *, reads, fields, **more: Mix(name + suffix, which, n, rank_parts, blocks, stage=name, reads=reads, fields=fields, most_slices=most_slices, **more)
     leaves, of_row = tree_leaves(n), lambda what, width: Field(f"{name}_{what}", "f32", width, width)
     closed = of_row("closed", leaves * 16)
     first, read = ((make("_closed", CLOSED, reads=(), fields=(closed,)),), (reads, closed.name)) if blocks else ((), (reads,))

@@ -7,6 +7,7 @@ from .launch_kinds import CLOSED, Field, ForcedChoice, Kda, Kind, Mix, Product, 
 from .launch_rank import experts, own_tiles, product
 from .phases import TILE_ROWS
 from .plan import Plan
+from .weights import TREE_LEAVES
 
 INPUT = "ffn_out"   # of the launch, F32: what the layer before left
 MERGED_ROWS = 1     # up to so many rows products norm for themselves
@@ -20,6 +21,7 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
         rank_parts: ranks whose parts a sum over ranks has; looped back they are all this rank's.
         forced: the choice of experts lies in memory.
         merged: products norm for themselves what they read, instead of a round that does: a hand-over less, but all blocks read F32 values (MERGED_ROWS).
+            So few rows have blocks enough for slices of one chunk.
     """
     dims = cfg.dims()
     hidden, latent, blocks = dims["hidden_size"], dims["routed_expert_hidden_size"], dims["num_res_blocks"]
@@ -31,7 +33,7 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
     stacked = lambda name, n: Field(name, "f32", n, n * rank_parts)
     gathered = lambda name, dtype, n: Field(name, dtype, n // tp, n)
     own = lambda name, dtype, n: Field(name, dtype, n, n)
-    rounds = lambda name, n, parts, blocks, reads, out: mix_rounds(name, n, parts, blocks, reads, None if merged else own(out, "bf16", n))
+    rounds = lambda name, n, parts, blocks, reads, out: mix_rounds(name, n, parts, blocks, reads, *((None, TREE_LEAVES) if merged else (own(out, "bf16", n),)))
     attn_mix = rounds("attn_mix", hidden, 1, blocks, INPUT, "attn_in")
     ffn_closed, *ffn_mix = rounds("ffn_mix", hidden, rank_parts, blocks, "attn_parts", "ffn_in")
     routed_norm = rounds("routed_norm", latent, rank_parts, 0, "routed_parts", "routed_normed")

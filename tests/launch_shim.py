@@ -31,7 +31,7 @@ WITH_EXPERTS = (PRODUCTS[0], lk.ForcedChoice("choice", EXPERTS), UP, DOWN)
 def small_layer(merged=False):
     """A layer's kinds with sizes that three blocks without clusters can do: leaves and steps are the kinds' own, not of one model. `merged`: as layer_kinds'."""
     kind = lambda k, reads, *fields, **more: type(k)(**{n: getattr(k, n) for n in k.__dataclass_fields__} | more | {"reads": tuple(reads.split()), "fields": fields})
-    rounds = lambda name, n, parts, blocks, reads, out, row: lk.mix_rounds(name, n, parts, blocks, reads, None if merged else Field(out, "bf16", n, row))
+    rounds = lambda name, n, parts, blocks, reads, out, row: lk.mix_rounds(name, n, parts, blocks, reads, *((None, 16) if merged else (Field(out, "bf16", n, row),)))
     attn_mix = rounds("attn_mix", HIDDEN, 1, CLOSED, "ffn_out", "attn_in", HIDDEN)
     closed, *ffn_mix = rounds("ffn_mix", HIDDEN, RANKS, CLOSED, "attn_parts", "ffn_in", HIDDEN)
     routed_norm = rounds("routed_norm", LATENT, RANKS, 0, "routed_parts", "routed_normed", 512)

@@ -214,15 +214,15 @@ def test_programs_of_the_released_shapes(cluster, rows):
         assert used[phase].argmax() == used[phase - bp.SLOTS].argmax()
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_the_program_of_a_released_layer(rows):
+@pytest.mark.parametrize(("rows", "merged"), [(1, False), (1, True), (8, False)])
+def test_the_program_of_a_released_layer(rows, merged):
     """Slots hold what their readers want for as long as they want it, and what stays in a block is found there again."""
     cfg = K3Config.from_json(RELEASED_FOLDER)
-    kinds = layer_kinds(cfg, 16, 2, rank_parts=16, forced=False)
+    kinds = layer_kinds(cfg, 16, 2, rank_parts=16, forced=False, merged=merged)
     steps = layer_steps(build_plan(cfg, 16), kinds, range(11, 15))   # the thirteenth layer opens a block
     program = bp.program(kinds, steps, rows, Grid(sms=132, cluster=2), 16, slots=LAYER_SLOTS)
     assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (lk.Mix, lk.Kda)))
-    assert [s.extra for s in steps if s.name == "attn_mix"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix"] == [1, 2, 2, 2]
+    assert [s.extra for s in steps if s.name == "attn_mix_sums"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix_sums"] == [1, 2, 2, 2]
     homes, has = {}, {}   # has: (kind, phase) -> units of every block
     for block, phases in enumerate(words_of(program)):
         owner, cleaned = {}, {}
@@ -249,7 +249,12 @@ def test_the_program_of_a_released_layer(rows):
         assert max(busy) == min(of(product).values()) or (product, rows) == ("kda_in", 8)   # more blocks than have fewer tiles
     assert all(len(units) == 1 for of_blocks in homes.values() for units in of_blocks.values())
     for a, b in zip(steps, steps[1:]):
-        assert (a.name == "attn_mix_sums") <= (b.name == "attn_mix")       # what it finds in shared memory is of the phase before
+        if merged:                                                         # where its norm's weights are found, and whether something is mixed in
+            assert (a.name == "attn_mix_sums") <= (b == bp.Step("kda_in", a.layer, 1 | 1 << 4))
+        else:
+            assert (a.name == "attn_mix_sums") <= (b.name == "attn_mix")   # what it finds in shared memory is of the phase before
+    if merged:
+        assert [s.extra for s in steps if s.name == "latent_up"] == [2, 2, 2, 1]   # the last layer has no closed round of a next one before it
     ahead = [steps.index(next(s for s in steps if s.name == "attn_mix_closed" and s.layer == layer)) for layer in (12, 13)]
     assert all(steps[at + 1].name == "latent_up" for at in ahead)
 

@@ -8,6 +8,7 @@ import numpy as np
 from k3cuda import launch_kinds as lk
 from k3cuda import launch_source as ls
 from k3cuda.block_program import BlockProgram
+from k3cuda.phases import MIX_SLICES
 
 NOT_THERE = 0x80008000   # kNotThere of launch_exchange.cuh
 ROUTE_THREADS, MIX_THREADS = 128, 448
@@ -61,7 +62,7 @@ class Standard:
 
     def __init__(self, program: BlockProgram, sms: int, clusters: bool, situ, routed_scale: float, norm_eps: float):
         self.program, self.sms, self.clusters, self.scalars = program, sms, clusters, (situ, routed_scale, norm_eps)
-        self.norms = {k.stage: (k.n, k.leaves, k.rank_parts, k.blocks, k.slices if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, lk.Mix)}
+        self.norms = {k.stage: (k.n, k.leaves, k.rank_parts, k.blocks, min(k.leaves, MIX_SLICES) if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, lk.Mix)}
         text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "kda_core.cuh"\n#include "norm_core.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
         for k in program.kinds:
             text += self._source(k)

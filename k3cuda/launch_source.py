@@ -13,7 +13,7 @@ STAMPS = 7            # of a phase in a block: LaunchStamp
 COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` stands
 
 
-def constants(program: BlockProgram, *, ring: int = 160 * 1024, copy: int = 7680, shared: int = MAX_SHARED, name: str = "product_chain",
+def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = 7680, shared: int = MAX_SHARED, name: str = "product_chain",
               receive_batch: int = 4, poll: bool = False, watch_one: bool = False) -> str:
     """C++ of the shape of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
 

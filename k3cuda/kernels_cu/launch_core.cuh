@@ -123,21 +123,43 @@ struct LaunchBlock {
     }
   }
 
+  // Three places in the program: whose input this block has read next, what is cleared next, what is clean next.
   K3_DEVICE void tidy() {
-    const u64 before = ended_seen(&a.counts->ended) / gridDim.x;   // launches: nobody ends before this block has counted
-    Janitor janitor{a.counts, state, a.watch, before * a.clearings};
-    const u32* at = program;
-    for (int phase = 0; phase < a.phases; ++phase) {
-      const ProgramPhase p(at);
-      janitor.received(phase);
-      if (p.clear(0) != kNoSlot)
-        janitor.clear(phase, [&](auto&& slice_of) {
+    const u64 before = ended_seen(&a.counts->ended) / gridDim.x * a.clearings;   // by launches: nobody ends before this block has counted
+    Janitor janitor{a.counts, before, before, before};
+    struct Place {
+      const u32* at;
+      int phase = 0;
+      K3_DEVICE ProgramPhase here() const { return ProgramPhase(at); }
+      K3_DEVICE bool clears() const { return here().clear(0) != kNoSlot; }
+      K3_DEVICE void go_on() { at = here().next(), ++phase; }
+    } heard{program}, cleared{program}, cleaned{program};
+    Spin spin;
+    while (cleaned.phase < a.phases) {
+      const int received = __shfl_sync(kFullWarp, int(state.received), 0);
+      bool moved = false;
+      for (; heard.phase < received && (!heard.clears() || janitor.may_hear()); heard.go_on(), moved = true)
+        if (heard.clears()) janitor.hear();
+      for (; cleared.phase < heard.phase && !cleared.clears(); cleared.go_on()) moved = true;
+      for (; cleaned.phase < cleared.phase && !cleaned.clears(); cleaned.go_on()) moved = true;
+      const u32 full = janitor.look(cleared.phase < heard.phase, cleaned.phase < cleared.phase);
+      if (full >> 1 & 1) {
+        stamp(cleaned.phase, kCleared, lane_id() == 1);
+        ++janitor.cleaned, cleaned.go_on(), moved = true;
+      }
+      if (lane_id() == 1) state.cleaned = cleaned.phase;   // the lane that has seen it
+      if (full & 1) {
+        const ProgramPhase p = cleared.here();
+        janitor.clear([&](auto&& slice_of) {
 #pragma unroll 1
           for (int i = 0; i < kMaxClears && p.clear(i) != kNoSlot; ++i) slice_of(a.exchange + size_t(p.clear(i)) * a.slot_vectors, a.links[p.cleared(i)].vectors);
         });
-      stamp(phase, kCleared, lane_id() == 0);
-      if (lane_id() == 0) state.cleaned = phase + 1;
-      at = p.next();
+        cleared.go_on(), moved = true;
+      }
+      if (moved) spin = {};
+      else if (pause_ns(64), lane_id() == 0)
+        spin.turn(a.watch, cleaned.phase < cleared.phase ? kWaitCleaned : cleared.phase < heard.phase ? kWaitHeard : kWaitReceived,
+                  min_of(cleaned.phase, min_of(cleared.phase, heard.phase)), 0);
     }
     if (lane_id() == 0) ended_up(&a.counts->ended);
   }

@@ -13,7 +13,7 @@ NO_SLOT = 15
 SLOTS = 4             # of the exchange, where phases read the phase before: two phases lie between clearing one and using it again
 MOST_SLOTS = 12       # where results have readers further on
 MOST_EXTRA = 255      # eight bits of a word
-MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 20, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
+MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 24, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
 
 
 @dataclass(frozen=True)

@@ -105,12 +105,20 @@ class Product(Kind):
         return (self.inputs // self.parts * 2 if self.parts > 1 else source.nbytes) * rows
 
     def kind(self, copy: int, most: int) -> str:
-        if self.steps % 2 or TREE_LEAVES % (self.leaves // self.parts):
+        if self.steps % 2 and self.steps > 1 or TREE_LEAVES % (self.leaves // self.parts):
             raise PlanError(f"{self.name} has {self.leaves} leaves of {self.steps} k-steps in {self.parts} parts; "
-                            f"wanted an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
-        out = _out(self.firsts, self.fields)
-        reads, adds = "LaunchSitu" if self.situ else "LaunchPlain", f"LaunchAdd<{self.adds}, {self.tiles}, {most}>" if self.adds else "LaunchNothing"
-        return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}, {out}, {reads}, {adds}>"
+                            f"wanted one or an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
+        types = self.output_type(), self.input_type(most), self.add_type(most)
+        return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}, {', '.join(types)}>"
+
+    def output_type(self) -> str:
+        return _out(self.firsts, self.fields)
+
+    def input_type(self, most: int) -> str:
+        return "LaunchSitu" if self.situ else "LaunchPlain"
+
+    def add_type(self, most: int) -> str:
+        return f"LaunchAdd<{self.adds}, {self.tiles}, {most}>" if self.adds else "LaunchNothing"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from k3cuda import launch_source as ls
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.errors import PlanError
 from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps
+from k3cuda.launch_mla import MlaAttend
 from k3cuda.phases import Grid
 from k3cuda.plan import build_plan
 from k3cuda.reference import FUNCTIONS
@@ -42,7 +43,7 @@ class Walked:
         folder.mkdir()
         library = host.build(self.standard.text, self.standard.kernels, folder)
         self.differ = {}
-        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices, case.kdas):
+        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices, case.kdas, case.mlas):
             before = self.differ.get(name, (0, 0))
             self.differ[name] = before[0] + wrong, before[1] + values
         self.hidden, self.blocks = hidden, blocks
@@ -50,7 +51,7 @@ class Walked:
 
 def check_bytes(case, walked):
     kinds = case.program.kinds
-    inner = {k.name for k in kinds if isinstance(k, lk.ForcedChoice) or isinstance(k, lk.Mix) and k.round != lk.OUT}   # what follows from them is compared
+    inner = {k.name for k in kinds if isinstance(k, (lk.ForcedChoice, MlaAttend)) or isinstance(k, lk.Mix) and k.round != lk.OUT}   # what follows from them is compared
     assert set(walked.differ) == {k.name for k in kinds} - inner
     assert not {name: found for name, found in walked.differ.items() if found[0]} and all(values for _, values in walked.differ.values())
     assert (walked.exchange == NOT_THERE).all()                 # as the next launch must find it

@@ -16,7 +16,7 @@ from .weights import tree_leaves
 SLAB = 32                   # latent values of a team that combines: kMlaSlab
 CACHES = {1: ("MlaE4m3", "u8"), 2: ("MlaBf16", "bf16")}   # bytes of a cached value -> C++ types
 # Pieces of 16 cache rows in shared memory: two pages, so that one is scored while the other is weighed, where that leaves the stream of weights enough.
-PIECES = {1: 8, 2: 6}
+PIECES = {1: 8, 2: 5}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Times phases of one TP16 rank in one launch, and checks their bytes against the standard path's kernels first. JSON to $OUT, a table to stdout.
 
-Chains of products (`0` without experts, `16` with as many chosen beforehand), and whole KDA layers: mixes, products, the middle of KDA, the choice of
-experts (`layer`; `layer16`: forced), experts and their norm.
+Chains of products (`0` without experts, `16` with as many chosen beforehand), and whole layers: mixes, products, the middle of KDA, the choice of
+experts (`layer`; `layer16`: forced), experts and their norm; with latent attention instead of KDA: `mla`, `mla16`, over a BF16 cache `mlabf`, `mlabf16`.
 
     scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48:16,48:48] [--layers 21]
                             [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]

@@ -116,7 +116,7 @@ struct LaunchExpertUp {
   // A whole warp: eight lanes have a vector of unit `u`, half `half` of the rows of its item `item`, whose items begin at `first`.
   template <class Block>
   static K3_DEVICE void activate(Block& block, const ProgramPhase& p, int phase, int u, int first, int item, int half, float gate, float up, bool live, int lane) {
-    const uint4 v = pack_vector(situ(gate, up, block.a.situ_beta, block.a.situ_linear_beta), block.me.lane);
+    const uint4 v = pack_vector(situ(gate, up, block.a.situ_beta, block.a.situ_linear_beta), not_before_here(block.me.lane));
     if (live) block.publish(p, phase, block.choice().list.item[first + item], u % kPairs * 2 + half, v, lane);
   }
 

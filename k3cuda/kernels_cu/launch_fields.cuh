@@ -23,6 +23,7 @@ struct ProgramPhase {
   u32 slots;
   const u32* tiles;
   K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), units(at[0] >> 16), slots(at[1]), tiles(at + 3) {}
+  K3_DEVICE const u32* words() const { return tiles - 3; }
   K3_DEVICE u32 again(int i) const { return ((volatile const u32*)tiles)[i - 3]; }   // a word that is not kept meanwhile
   K3_DEVICE int extra() const { return again(0) >> 8 & 255; }
   K3_DEVICE const u32* next() const { return tiles + units; }

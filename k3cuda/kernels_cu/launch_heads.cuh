@@ -27,16 +27,19 @@ struct LaunchNormed {
     for (int i = 0; i < Leaf::kValues; ++i) weight[i] = Leaf::has(i, team) ? bf16_to_float(norm.query_norm[Leaf::at(i, team)]) : 0;
     const u32* from = (const u32*)block.input(p, 0);
     const int row = block.link(p).in[0].row * 4;
-    u32 v[S::kTokens * Leaf::kValues] = {};   // all rows at once: one way to the L2 and back
-    await_all(v, block.a.watch, phase, 0, [&](int j) { return j / Leaf::kValues < block.a.rows && Leaf::has(j % Leaf::kValues, team); },
-              [&](int j) { return from + j / Leaf::kValues * row + Leaf::at(j % Leaf::kValues, team); });
+    constexpr int kRows = min_of(S::kTokens, 4), kBatch = kRows * Leaf::kValues;   // rows that are asked for at once: more fill the registers
+    u32 v[S::kTokens / kRows][kBatch] = {};
+    K3_UNROLL
+    for (int first = 0; first < S::kTokens; first += kRows)
+      await_all(v[first / kRows], block.a.watch, phase, 0, [&](int j) { return first + j / Leaf::kValues < block.a.rows && Leaf::has(j % Leaf::kValues, team); },
+                [&](int j) { return from + (first + j / Leaf::kValues) * row + Leaf::at(j % Leaf::kValues, team); });
     float* leaves = block.partial(0);         // [token][leaf]
     team.sync();                              // all are finished with the phase before
     K3_UNROLL
     for (int token = 0; token < S::kTokens; ++token) {
       float own[Leaf::kValues];
       K3_UNROLL
-      for (int i = 0; i < Leaf::kValues; ++i) own[i] = __uint_as_float(v[token * Leaf::kValues + i]);
+      for (int i = 0; i < Leaf::kValues; ++i) own[i] = __uint_as_float(v[token / kRows][token % kRows * Leaf::kValues + i]);
       const float sum = Leaf::squares(own);
       if (team.lane() == 0) leaves[token * kConsumers + team.warp()] = sum;
     }
@@ -50,7 +53,7 @@ struct LaunchNormed {
       for (int i = 0; i < Leaf::kValues; ++i) {
         const int e = Leaf::at(i, team) - first;
         if (token < block.a.rows && Leaf::has(i, team) && e >= 0 && e < P::kOwnVectors * 8)
-          ((bf16*)&shared[P::template x_at<S::kTokens>(token, e / 8)])[e % 8] = float_to_bf16(mla_normed(__uint_as_float(v[token * Leaf::kValues + i]), inverse, weight[i]));
+          ((bf16*)&shared[P::template x_at<S::kTokens>(token, e / 8)])[e % 8] = float_to_bf16(mla_normed(__uint_as_float(v[token / kRows][token % kRows * Leaf::kValues + i]), inverse, weight[i]));
       }
     }
     team.sync();

@@ -65,7 +65,7 @@ struct LaunchMlaRoom {
   MlaSmem<S> m;
   MlaAttend a;
   const uint4 *queries, *written;   // fields that it reads, row 0, and from row to row
-  int query_row, written_row, rows, phase;
+  int query_row, written_row, rows;
 };
 
 // All consumers as one that attends (MlaBlock in mla_core.cuh): blocks take items in turn, queries come by the exchange.
@@ -73,7 +73,8 @@ template <class S>
 struct LaunchAttending : Consumers {
   const LaunchMlaRoom<S>& r;
   const Watch& watch;
-  K3_DEVICE LaunchAttending(const LaunchMlaRoom<S>& room, const Watch& w) : r(room), watch(w) {}
+  int phase;
+  K3_DEVICE LaunchAttending(const LaunchMlaRoom<S>& room, const Watch& w, int at) : r(room), watch(w), phase(at) {}
   K3_DEVICE int number() const { return blockIdx.x; }
   K3_DEVICE int blocks() const { return blocks_of_grid(); }
   K3_DEVICE int next(const MlaAttend&, int index, int) const { return index + blocks(); }
@@ -82,14 +83,14 @@ struct LaunchAttending : Consumers {
   K3_DEVICE void load(const MlaAttend&, uint4 (&v)[kCount], Wants&& wants, Query&& of, Unit&& unit) const {
     K3_UNROLL
     for (int j = 0; j < kCount; ++j) v[j] = {0, 0, 0, 0};
-    await_all(v, watch, r.phase, 0, wants, [&](int j) { return query(of(j)) + unit(j); });
+    await_all(v, watch, phase, 0, wants, [&](int j) { return query(of(j)) + unit(j); });
   }
   // The warp that copies pages: from here on those of the step's own rows, too. Its first item's queries are about here by then.
   K3_DEVICE void await_written() const {
     const int i = lane();
-    uint4 v[2];
-    await_all(v, watch, r.phase, u32(i), [&](int j) { return i < (j ? r.m.first.columns : r.rows); },
-              [&](int j) { return j ? query(r.m.first.run * S::kHeads + r.m.first.first + i) : r.written + i * r.written_row; });
+    uint4 v[1] = {};
+    await_all(v, watch, phase, 0, [&](int) { return i < r.rows; }, [&](int) { return r.written + i * r.written_row; });
+    await_all(v, watch, phase, 0, [&](int) { return i < r.m.first.columns; }, [&](int) { return query(r.m.first.run * S::kHeads + r.m.first.first + i); });
     __threadfence();
     fence_copied_memory();
     __syncwarp();
@@ -98,7 +99,7 @@ struct LaunchAttending : Consumers {
 
 // Sixteen warps, results partial even where a run has one chunk.
 template <class Cache, int kHeads, int kLatent, int kRope, int kTiles, int kRing>
-struct LaunchMlaShape : MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing, 1, 2> { static constexpr bool kPartial = true; };
+struct LaunchMlaShape : MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing, 1, 2> { static constexpr bool kPartial = true, kTight = true; };
 
 // Every block has a unit: items of the step as the rows' positions make them.
 template <class S_>
@@ -113,8 +114,8 @@ struct LaunchMlaAttend : LaunchInMemory {
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     begin(block, p, phase);
-    attend(Block(block.smem + unknown_zero()));   // which finds everything anew: products want the registers
-    end(Block(block.smem + unknown_zero()), p, phase);
+    attend(Block(block.smem + unknown_zero()), phase);   // which finds everything anew: products want the registers
+    end(Block(block.smem + unknown_zero()), ProgramPhase(p.words()), phase);
   }
   template <class Block>
   static K3_DEVICE void begin(const Block& block, const ProgramPhase& p, int phase) {
@@ -125,18 +126,18 @@ struct LaunchMlaAttend : LaunchInMemory {
     for (int i = team.thread(); i < int(sizeof(MlaAttend) / 4); i += Consumers::kThreads) ((u32*)&r.a)[i] = ((const u32*)&((const LaunchMla*)block.a.weights[phase])->attend)[i];
     if (team.thread() == 0) {
       r.queries = block.input(p, 0), r.written = block.input(p, 1);
-      r.query_row = block.link(p).in[0].row, r.written_row = block.link(p).in[1].row, r.rows = block.a.rows, r.phase = phase;
+      r.query_row = block.link(p).in[0].row, r.written_row = block.link(p).in[1].row, r.rows = block.a.rows;
     }
     team.sync();
   }
   template <class Block>
-  static K3_DEVICE void attend(const Block& block) {
+  static K3_DEVICE void attend(const Block& block, int phase) {
     Room& r = room(block);
-    const LaunchAttending<S> by(r, block.a.watch);
+    const LaunchAttending<S> by(r, block.a.watch, phase);
     mla_attend<S>(r.a, r.m, [&] {
       if (by.warp()) return;
       by.await_written();
-      block.arrived(r.phase);
+      block.arrived(phase);
     }, by);
   }
   template <class Block>
@@ -149,8 +150,7 @@ struct LaunchMlaAttend : LaunchInMemory {
       block.template publish<1>(p, phase, 0, blockIdx.x, {0, 0, 0, 0}, 0);
     }
     MlaSmem<S>& m = room(block).m;
-    constexpr int kBarriers = (sizeof(MlaSmem<S>) - __builtin_offsetof(MlaSmem<S>, full)) / sizeof(u64);
-    for (int i = team.thread(); i < kBarriers; i += Consumers::kThreads) barrier_end(m.full + i);   // the place is other phases' again
+    for (int i = team.thread(); i < m.kBarriers; i += Consumers::kThreads) barrier_end(m.full + i);   // the place is other phases' again
   }
 };
 

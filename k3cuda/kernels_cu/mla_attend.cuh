@@ -14,12 +14,11 @@ template <class S, bool kEarly = true, class Ready, class By = MlaBlock>
 K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const By& by = {}) {
   const int warp = by.warp();
   if (warp == 0) {
-    mla_plan<S::kHeads>(a.rows, m.work, S::widths(), by.blocks());
+    mla_plan<S::kHeads>(a.rows, m.work, S::widths(), by.blocks(), by.lane());
     __syncwarp();
-    MlaItem first;
-    first.columns = 0;
+    MlaItem first{};   // set on one path only it would keep its registers in all of a single launch
     if (by.number() < mla_items(m.work)) first = mla_item<S::kHeads>(m.work, by.number());
-    if (lane_id() == 0) m.first = first;
+    if (by.lane() == 0) m.first = first;
   }
   if (by.thread() == kWarpSize) {
     map_prefetch(a.map);
@@ -43,7 +42,7 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
   const bool any = m.first.columns != 0;
   if (warp == 0 && any) {
     MlaCursor c{0, 0};
-    mla_copy(a, m, m.first, c, 0, mla_ahead<S, kEarly>(m.work, m.first));
+    mla_copy(a, m, m.first, c, 0, mla_ahead<S, kEarly>(m.work, m.first), by.lane());
   }
   ready();
   if (warp && any) {                                     // nobody waits for the first queries longer than for the first page
@@ -54,11 +53,11 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
     if constexpr (S::kMoveRegisters) give_registers<kMlaRestRegs>();
     if (warp == 0) mla_produce<S, kEarly>(a, m, by);
     else if (warp < 3) mla_prepare<S>(a, m, warp - 1, by);
-    else mla_sum<S>(a, m);
+    else mla_sum<S>(a, m, by.lane());
   } else if (warp < S::kWeighers) {
-    mla_score<S>(m, warp / 4 - 1, warp % 4);
+    mla_score<S>(m, warp / 4 - 1, warp % 4, by.lane());
   } else {
     if constexpr (S::kMoveRegisters) take_registers<kMlaWeighRegs>();
-    mla_weigh<S>(a, m, warp - S::kWeighers);
+    mla_weigh<S>(a, m, warp - S::kWeighers, by.lane());
   }
 }

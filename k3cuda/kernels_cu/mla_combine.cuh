@@ -31,7 +31,7 @@ struct MlaCombineSmem : MlaCombineSums<kTogether> { MlaWork work; };
 template <class Team = WholeBlock>
 K3_DEVICE float mla_block_top(float (&tops)[kMlaCombineWarps], float top, const Team& team = {}) {
   top = warp_max(top);
-  if (lane_id() == 0) tops[team.warp()] = top;
+  if (team.lane() == 0) tops[team.warp()] = top;
   team.sync();
   K3_UNROLL
   for (int w = 0; w < kMlaCombineWarps; ++w) top = fmaxf(top, tops[w]);
@@ -95,10 +95,10 @@ K3_DEVICE void mla_combine_unit(const MlaCombine& a, MlaCombineSums<kTogether>& 
     for (int s = 0; s < kTogether; ++s) o[s] = add4(o[s], shuffle4(o[s], d));
     total += __shfl_xor_sync(kFullWarp, total, d);
   }
-  if (lane_id() < 8)
+  if (team.lane() < 8)
     K3_UNROLL
     for (int s = 0; s < kTogether; ++s) m.sum[turn][s][team.warp()][lane] = o[s];
-  if (lane_id() == 0) m.weight[turn][team.warp()] = total;
+  if (team.lane() == 0) m.weight[turn][team.warp()] = total;
   team.sync();
   if (tid < kUnit && at + tid < kLatent) {
     const float w = divide(a.cache_scale, tree_sum<kMlaCombineWarps>(m.weight[turn], 1));
@@ -144,8 +144,8 @@ K3_DEVICE void mla_store(u8* to, float v) { *to = float_to_e4m3(v); }
 template <int kN, int kLeaves>
 struct MlaLeaf {
   static constexpr int kSize = kN / kLeaves, kValues = (kSize + kWarpSize - 1) / kWarpSize;
-  template <class Team = WholeBlock> K3_DEVICE static int at(int i, const Team& team = {}) { return team.warp() * kSize + lane_id() + i * kWarpSize; }
-  template <class Team = WholeBlock> K3_DEVICE static bool has(int i, const Team& team = {}) { return team.warp() < kLeaves && lane_id() + i * kWarpSize < kSize; }
+  template <class Team = WholeBlock> K3_DEVICE static int at(int i, const Team& team = {}) { return team.warp() * kSize + team.lane() + i * kWarpSize; }
+  template <class Team = WholeBlock> K3_DEVICE static bool has(int i, const Team& team = {}) { return team.warp() < kLeaves && team.lane() + i * kWarpSize < kSize; }
   K3_DEVICE static float squares(const float* v) {
     float sum = 0;
     K3_UNROLL

@@ -85,6 +85,7 @@ struct MlaShape {
   using Cache = Cache_;
   static constexpr int kHeads = kHeads_, kLatent = kLatent_, kDim = kLatent_ + kRope_, kTiles = kTiles_, kRing = kRing_;
   static constexpr int kColumns = 8 * kTiles;
+  static constexpr bool kTight = false;           // registers are short: addresses are not computed ahead
   static constexpr bool kPartial = false;         // whether results stay partial also where a run has one chunk (mla_own.cuh)
   static constexpr int kSets = kSets_, kWeighers = 4 + 4 * kSets, kWarps = kWeighers + 8, kThreads = kWarps * kWarpSize;   // kWeighers: their first warp
   static constexpr int kKSteps = kDim / 16, kPair = Cache::kSteps;
@@ -121,6 +122,7 @@ struct MlaSmem {
   int rescale[2];                              // any factor is not 1
   MlaWork work;
   MlaItem item[2], first;                      // the block's own first item, too
+  static constexpr int kBarriers = 2 * S::kRing + 18;   // from here on
   u64 full[S::kRing], empty[S::kRing], top_full[2], weight_full[2], weight_empty[2], item_full[2], item_empty[2], query_full[2], query_empty[2], sum_full[4];
 };
 
@@ -191,8 +193,8 @@ K3_DEVICE int mla_item_pieces(const MlaItem& item) { return max(item.end - item.
 
 // Copies pieces `from` to `to` - 1 of an item, as far as there are so many, into the ring; one warp.
 template <class S>
-K3_DEVICE void mla_copy(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, MlaCursor& c, int from, int to) {
-  const int lane = lane_id(), count = min(mla_item_pieces(item), to);
+K3_DEVICE void mla_copy(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, MlaCursor& c, int from, int to, int lane) {
+  const int count = min(mla_item_pieces(item), to);
   const int pages = (count + 3) / 4;
   const int table = lane < pages ? a.rows.page_table[size_t(item.slot) * a.rows.slot_pages + u32(item.begin / kMlaPage + lane)] : 0;
   K3_ROLLED
@@ -209,7 +211,7 @@ K3_DEVICE void mla_copy(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, 
 // Hands out the block's items and copies their pages; mla_ahead pieces of the first are under way, and its queries lie in place.
 template <class S, bool kEarly, class By>
 K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m, const By& by) {
-  const int lane = lane_id(), items = mla_items(m.work);
+  const int lane = by.lane(), items = mla_items(m.work);
   int index = by.number(), group = -1, place = 0;
   bool whole = false;
   MlaCursor c{0, 0};
@@ -233,7 +235,7 @@ K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m, const By& by) {
     if (item.columns == 0) return;
     const int ahead = k ? 0 : min(mla_ahead<S, kEarly>(m.work, item), mla_item_pieces(item));
     c.step<S::kRing>(ahead);
-    mla_copy(a, m, item, c, ahead, 1 << 20);
+    mla_copy(a, m, item, c, ahead, 1 << 20, lane);
   }
 }
 
@@ -241,7 +243,7 @@ K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m, const By& by) {
 template <class S, int kBatch, class By>
 K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int place, int warp, int warps, const By& by) {
   using C = typename S::Cache;
-  const int lane = lane_id(), columns = (item.columns + 7) / 8 * 8;
+  const int lane = by.lane(), columns = (item.columns + 7) / 8 * 8;
   constexpr int kLoads = (S::kDim / 8 + kWarpSize - 1) / kWarpSize;
   K3_ROLLED
   for (int start = warp; start < columns; start += warps * kBatch) {
@@ -295,7 +297,7 @@ K3_DEVICE void mla_prepare(const MlaAttend& a, MlaSmem<S>& m, int warp, const By
       mla_load_queries<S, S::kMoveRegisters ? 1 : 2>(a, m, item, item.place, warp, 2, by);
     }
     __syncwarp();
-    if (lane_id() == 0) {
+    if (by.lane() == 0) {
       barrier_arrive(&m.query_full[k & 1]);
       barrier_arrive(&m.item_empty[k & 1]);
     }

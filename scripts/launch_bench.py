@@ -128,8 +128,9 @@ class Bench:
         return array
 
     def layer_bytes(self, chain, experts):
-        """Weights that a layer reads."""
-        return sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in chain.program.kinds)
+        """Weights that a layer reads, and cached positions."""
+        cached = max((made.nbytes for made in chain.mlas.values()), default=0)
+        return cached + sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in chain.program.kinds)
 
     def prepare(self, sources, options):
         """Compiles all side by side."""

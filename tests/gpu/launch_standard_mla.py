@@ -41,6 +41,12 @@ class MlaLayer:
         self.room = {"partial": np.zeros((partials, attend.latent), np.float32), "top_sum": np.zeros((partials, 2), np.float32)}
         self.scale, self.score_scale = np.float32(1.25), np.float32(1.5 * self.dim ** -0.5)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the positions that the step sees."""
+        last = dict(zip(self.tables["row_slot"].tolist(), self.tables["row_position"].tolist()))
+        return sum(position + 1 for position in last.values()) * self.dim * self.bytes
+
     def rows_of(self, arrays):
         return {**{n: arrays[n] for n in self.tables}, "slot_pages": self.tables["page_table"].shape[1], "rows": len(self.tables["row_slot"])}
 

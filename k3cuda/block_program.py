@@ -105,6 +105,9 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
         raise PlanError(f"found {len(kinds)} kinds of phases, wanted at most {MAX_KINDS}, with {MAX_INPUTS} inputs and {MAX_FIELDS} fields each")
     number, maker = {k.name: i for i, k in enumerate(kinds)}, {f.name: (i, f) for i, k in enumerate(kinds) for f in k.fields}
     for k in kinds:
+        for f in k.fields:   # one that several kinds make lies in the same place of all
+            if _layout(k, f.name) != _layout(kinds[maker[f.name][0]], f.name):
+                raise PlanError(f"{k.name} and {kinds[maker[f.name][0]].name} make {f.name} in different places of a row")
         if unmade := [name for name in k.reads if name not in maker]:
             raise PlanError(f"{k.name} reads {unmade[0]}, which no kind of phase makes")
     latest: dict[str, int] = {}
@@ -139,6 +142,12 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
             most[made[at][0]] = max(most[made[at][0]], units)
     return BlockProgram(kinds, links, tuple(most), grid, rows, top_k, schedule, words, steps, tuple(sources), made, clearings, slots,
                         max(n * r for n, r in zip(items, row)))
+
+
+def _layout(k: Kind, name: str) -> tuple:
+    """Where a field lies: bytes before it and of a row, and what it is."""
+    at = [f.name for f in k.fields].index(name)
+    return sum(f.nbytes for f in k.fields[:at]), sum(f.nbytes for f in k.fields), k.fields[at]
 
 
 def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Link:

@@ -145,6 +145,19 @@ def mla_layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, fo
     return in_place_of_kda(layer_kinds(cfg, tp, cluster, rank_parts=rank_parts, forced=forced), mla_kinds(cfg, tp, cluster, rows=rows, cache=cache, blocks=blocks))
 
 
+def both_kinds(layer: tuple[Kind, ...], kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    """Kinds for layers of either sort: `layer`, KDA's, with those of latent attention beside KDA's."""
+    at = {k.name: i for i, k in enumerate(layer)}
+    first, last = at["kda_in"] + 1, at["kda_mix"] + 1
+    return (*layer[:first], kinds[0], *layer[first:last], *kinds[1:], *layer[last:])
+
+
+def of_its_sort(cfg: K3Config, kinds: tuple[Kind, ...]):
+    """`has` of layer_steps for both_kinds: what makes mixer_out from attn_in differs from layer to layer."""
+    of_mla = {k.name for k in kinds}
+    return lambda k, layer: k.name not in ({"kda_in", "kda_mix"} if not cfg.is_kda(layer) else of_mla)
+
+
 def in_place_of_kda(layer: tuple[Kind, ...], kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
     """A layer with other kinds from its input to mixer_out: what runs while kda_in's results are on their way now runs while those of the first one are."""
     at = {k.name: i for i, k in enumerate(layer)}

@@ -18,7 +18,7 @@ from k3cuda import launch_rank as lr  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps  # noqa: E402
-from k3cuda.launch_mla import mla_layer_kinds  # noqa: E402
+from k3cuda.launch_mla import both_kinds, in_place_of_kda, mla_kinds, of_its_sort  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import repack  # noqa: E402
 from k3cuda.runtime.cuda_driver import Module, open_device  # noqa: E402
@@ -34,12 +34,13 @@ WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "
 
 class Case:
     """What is timed. `0` or `16`: products, with as many experts chosen beforehand; `layer`: with mixes, norms and a choice of its own; `layer16`: with 16
-    forced; `mla`, `mla16`: the same with latent attention in KDA's place, over an FP8 cache, `mlabf`, `mlabf16` over one of BF16."""
+    forced; `mla`, `mla16`: the same with latent attention in KDA's place, over an FP8 cache, `mlabf`, `mlabf16` over one of BF16; `real`, `real16`: layers as the model has
+    them, of both sorts, FP8."""
 
     def __init__(self, text: str):
         self.what, rows = text.split(":")
-        kind = next((k for k in ("layer", "mlabf", "mla") if self.what.startswith(k)), "")
-        self.rows, self.is_layer, self.is_mla, self.cache = int(rows), bool(kind), kind.startswith("mla"), 2 if kind == "mlabf" else 1
+        kind = next((k for k in ("layer", "mlabf", "mla", "real") if self.what.startswith(k)), "")
+        self.rows, self.is_layer, self.sorts, self.cache = int(rows), bool(kind), kind.removesuffix("bf"), 2 if kind == "mlabf" else 1
         forced = self.what.removeprefix(kind)
         self.forced, self.chooses = int(forced or 0), self.is_layer and not forced
         self.has_experts = bool(self.forced) or self.chooses
@@ -81,10 +82,13 @@ class Bench:
         if not case.is_layer:
             kinds = parts(lr.with_experts(self.cfg, TP, grid.cluster)) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
             return bp.chain(kinds, layers, case.rows, grid, self.cfg.num_experts_per_token if case.forced else 0)
-        same = {"rank_parts": TP, "forced": bool(case.forced)}
-        kinds = parts(mla_layer_kinds(self.cfg, TP, grid.cluster, **same, rows=case.rows, cache=case.cache, blocks=grid.sms) if case.is_mla
-                      else layer_kinds(self.cfg, TP, grid.cluster, **same))
-        steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers))
+        kinds = parts(layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced)))
+        mla, has = mla_kinds(self.cfg, TP, grid.cluster, rows=case.rows, cache=case.cache, blocks=grid.sms), lambda k, layer: True
+        if case.sorts == "mla":
+            kinds = in_place_of_kda(kinds, mla)
+        elif case.sorts == "real":
+            kinds, has = both_kinds(kinds, mla), of_its_sort(self.cfg, mla)
+        steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers), has)
         return bp.program(kinds, steps, case.rows, grid, self.cfg.num_experts_per_token, slots=LAYER_SLOTS)
 
     def source(self, program, copy, ring):

@@ -18,7 +18,7 @@ from k3cuda import launch_kinds as lk  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.launch_kinds import Field  # noqa: E402
 from k3cuda.launch_layer import LAYER_SLOTS, layer_steps  # noqa: E402
-from k3cuda.launch_mla import HeadProduct, MlaAttend, MlaCombine, MlaNorm, NormedProduct, in_place_of_kda  # noqa: E402
+from k3cuda.launch_mla import HeadProduct, MlaAttend, MlaCombine, MlaNorm, NormedProduct  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 SITU, ROUTED_SCALE, NORM_EPS = (1.5, 2.5), 1.25, 1e-5
@@ -53,12 +53,12 @@ def small_layer():
     )
 
 
-def small_mla_layer(rows, cache):
-    """The same with latent attention, over a cache of so many bytes a value."""
+def small_mla(rows, cache):
+    """Latent attention in the place of KDA in small_layer, over a cache of so many bytes a value."""
     query, latent, rope, nope = 512, 128, 64, 128
     own = lambda name, dtype, n: Field(name, dtype, n, n)
     attend = MlaAttend("mla_attend", HEADS, latent, rope, cache, rows, reads=("mla_q_absorbed", "mla_written"), fields=(own("mla_attended", "f32", 4 * BLOCKS),))
-    return in_place_of_kda(small_layer(), (
+    return (
         lk.Product("mla_in", 27, 16, 2, reads=("attn_in",), firsts=(0, 8, 11), fields=(Field("mla_q_a", "f32", query // RANKS, query),
                    Field("mla_kv_a", "f32", (latent + rope) // RANKS, latent + rope), own("mla_out_gate", "f32", HEADS * DIM))),
         NormedProduct("mla_q", HEADS * (nope + rope) // 16, 16, 2, reads=("mla_q_a",), fields=(own("mla_q", "bf16", HEADS * (nope + rope)),)),
@@ -67,10 +67,10 @@ def small_mla_layer(rows, cache):
         attend,
         MlaCombine("mla_combine", attend, reads=("mla_attended",), fields=(own("mla_o_latent", "bf16", HEADS * latent),)),
         HeadProduct("mla_out", HEADS * DIM // 16, 8, 1, heads=HEADS, gated=True, reads=("mla_o_latent", "mla_out_gate"), fields=(own("mixer_out", "bf16", HEADS * DIM),)),
-    ))
+    )
 
 
-def small_steps(kinds, opening=(True, False, True)):
+def small_steps(kinds, opening=(True, False, True), has=lambda k, layer: True):
     """Phases of as many layers as are named; those that open a block close the sum before it."""
     ops, closed = [], 0
     for layer, opens in enumerate(opening):
@@ -78,18 +78,18 @@ def small_steps(kinds, opening=(True, False, True)):
         closed += opens
         ops.append(SimpleNamespace(stage=SimpleNamespace(name="ffn_mix"), layer=layer, num_blocks=closed))
     plan = SimpleNamespace(ops=ops, cfg=SimpleNamespace(opens_res_block=lambda layer: opening[layer]))
-    return layer_steps(plan, kinds, range(len(opening)))
+    return layer_steps(plan, kinds, range(len(opening)), has)
 
 
 class Case:
     """A program, its library, and everything that a launch of it reads."""
 
-    def __init__(self, folder, kinds, rows, layers=3, seed=0, blocks=BLOCKS, cluster=1, stress=False, opening=(True, False, True), context=0, defines=()):
-        """`stress`: delays at random in blocks and warps. `opening`, `context`: as of small_steps and MlaLayer."""
+    def __init__(self, folder, kinds, rows, layers=3, seed=0, blocks=BLOCKS, cluster=1, stress=False, opening=(True, False, True), has=lambda k, layer: True, context=0, defines=()):
+        """`stress`: delays at random in blocks and warps. `opening`, `has`, `context`: as of small_steps and MlaLayer."""
         self.rows, grid = rows, Grid(sms=blocks, cluster=cluster)
         is_layer = kinds[0].fields
         top_k = TOP_K if any(isinstance(k, lk.ExpertUp) for k in kinds) else 0
-        self.program = p = bp.program(kinds, small_steps(kinds, opening), rows, grid, top_k, slots=LAYER_SLOTS) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
+        self.program = p = bp.program(kinds, small_steps(kinds, opening, has), rows, grid, top_k, slots=LAYER_SLOTS) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
         self.library = host.build("#define K3_STRESS\n" * stress + "".join(f"#define {d}\n" for d in defines) + ls.source(p, ring=24 * 1024, copy=2048), ["product_chain"], folder)
         self.rng, self.weights, self.mixes, self.choices, self.kdas, self.mlas, self.context = np.random.default_rng(seed), {}, {}, {}, {}, {}, context
         self.hidden = self.rng.standard_normal((BLOCK_ROWS, HIDDEN)).astype(np.float32)

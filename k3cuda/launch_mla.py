@@ -27,7 +27,7 @@ class NormedProduct(Product):
         return source.nbytes * rows
 
     def input_type(self, most: int) -> str:
-        return f"LaunchNormed<{self.inputs}, {tree_leaves(self.inputs)}>"
+        return f"LaunchQueryNorm<{self.inputs}, {tree_leaves(self.inputs)}>"
 
 
 @dataclass(frozen=True)

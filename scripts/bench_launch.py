@@ -20,7 +20,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from launch_bench import Bench, Case  # noqa: E402
-from launch_chain import CHECKED_LAYERS, Chain  # noqa: E402
+from launch_chain import CHECKED_LAYERS, Chain, standard_of  # noqa: E402
 
 from k3cuda.phases import Grid  # noqa: E402
 
@@ -80,8 +80,9 @@ def main():
                if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
     stress = ("-DK3_STRESS",)
     options = ((), stress)[:1 + bool(args.stress)]
-    bench.prepare([bench.source(bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)), copy, ring)
-                   for case, c, copy, ring in layouts], options)
+    programs = {(case, c): bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)) for case, c, *_ in layouts}
+    bench.prepare([bench.source(programs[case, c], copy, ring) for case, c, copy, ring in layouts], options,
+                  () if args.no_check else [standard_of(bench, p).text for p in programs.values()])
     kb = [tuple(n * 1024 for n in w) for w in args.windows]
     for case, c, copy, ring in layouts if not args.no_check else ():
         chain = Chain(bench, case, c, CHECKED_LAYERS, copy, ring)

@@ -136,10 +136,11 @@ class Bench:
         cached = max((made.nbytes for made in chain.mlas.values()), default=0)
         return cached + sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in chain.program.kinds)
 
-    def prepare(self, sources, options):
-        """Compiles all side by side."""
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda text: [compile_cuda(text, self.device.arch, options=o, name="a chain") for o in options], set(sources)))
+    def prepare(self, sources, options, plain=()):
+        """Compiles all side by side: `sources` with each of the options, `plain` without any."""
+        made = [(text, o) for text in set(sources) for o in options] + [(text, ()) for text in set(plain)]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda it: compile_cuda(it[0], self.device.arch, options=it[1], name="a chain"), made))
 
     def module(self, source, options=()):
         if (source, options) not in self.built:

@@ -120,8 +120,7 @@ class Chain:
         return differ, float(final.std()), bool((self.exchange == NOT_THERE).all())
 
     def standard(self):
-        bench = self.bench
-        return Standard(self.program, bench.device.sms, True, bench.situ, bench.cfg.routed_scaling_factor, bench.cfg.rms_norm_eps)
+        return standard_of(self.bench, self.program)
 
     def experts_read(self, windows):
         """Distinct experts of a layer, the mean of all."""
@@ -162,6 +161,11 @@ class Chain:
             # Who needs the lost result stands at its reader; who needs something of those, further on.
             return self.bench.trouble[0] and reader <= self.bench.trouble[3] < reader + len(p.kinds) and f"{type(error).__name__} after {time.monotonic() - start:.2f} s"
         return None
+
+
+def standard_of(bench, program):
+    """The standard path's kernels beside a program."""
+    return Standard(program, bench.device.sms, True, bench.situ, bench.cfg.routed_scaling_factor, bench.cfg.rms_norm_eps)
 
 
 class GpuDevice:

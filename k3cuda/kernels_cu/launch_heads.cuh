@@ -13,7 +13,7 @@ struct LaunchMla {
 // LaunchMla: mla_norm is right behind it in every program.
 //   kN, kNormLeaves  values of a row, leaves of its sum
 template <int kN, int kNormLeaves>
-struct LaunchNormed {
+struct LaunchQueryNorm {
   static constexpr int kUnits = 1;
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {

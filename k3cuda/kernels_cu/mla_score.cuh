@@ -26,8 +26,12 @@ K3_DEVICE void mla_clear_hidden(MlaSmem<S>& m, const MlaCursor& c, int page, con
 template <class S, int kUse>
 K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int lane) {
   using C = typename S::Cache;
-  // Where registers are short, four steps at a time: the addresses of all would fill them.
+  // Where registers are short, four steps at a time: the addresses that mma.sync's columns have in all of them would fill them.
+#ifdef K3_WGMMA
+  constexpr int kRun = S::kKSteps;
+#else
   constexpr int kRun = S::kTight ? 4 : S::kKSteps;
+#endif
   uint4 rows[kMlaUnderWay] = {}, raw, next;
   settle(query);
   settle(from);

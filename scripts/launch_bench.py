@@ -88,7 +88,8 @@ class Bench:
             kinds = in_place_of_kda(kinds, mla)
         elif case.sorts == "real":
             kinds, has = both_kinds(kinds, mla), of_its_sort(self.cfg, mla)
-        steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers), has)
+        first = next(n for n in range(FIRST_LAYER, self.cfg.num_hidden_layers) if case.sorts != "real" or not self.cfg.is_kda(n))   # of both sorts among few
+        steps = layer_steps(self.plan, kinds, range(first, first + layers), has)
         return bp.program(kinds, steps, case.rows, grid, self.cfg.num_experts_per_token, slots=LAYER_SLOTS)
 
     def source(self, program, copy, ring):

@@ -53,11 +53,11 @@ def small_layer():
     )
 
 
-def small_mla(rows, cache):
+def small_mla(rows, cache, blocks=BLOCKS):
     """Latent attention in the place of KDA in small_layer, over a cache of so many bytes a value."""
     query, latent, rope, nope = 512, 128, 64, 128
     own = lambda name, dtype, n: Field(name, dtype, n, n)
-    attend = MlaAttend("mla_attend", HEADS, latent, rope, cache, rows, reads=("mla_q_absorbed", "mla_written"), fields=(own("mla_attended", "f32", 4 * BLOCKS),))
+    attend = MlaAttend("mla_attend", HEADS, latent, rope, cache, rows, reads=("mla_q_absorbed", "mla_written"), fields=(own("mla_attended", "f32", 4 * blocks),))
     return (
         lk.Product("mla_in", 27, 16, 2, reads=("attn_in",), firsts=(0, 8, 11), fields=(Field("mla_q_a", "f32", query // RANKS, query),
                    Field("mla_kv_a", "f32", (latent + rope) // RANKS, latent + rope), own("mla_out_gate", "f32", HEADS * DIM))),

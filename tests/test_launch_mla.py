@@ -32,6 +32,14 @@ def test_the_bytes_of_the_standard_path(tmp_path, rows, cache, context, defines)
 
 
 @shim
+@pytest.mark.parametrize("defines", [(), ("K3_SHIM_WGMMA",)])
+def test_the_bytes_of_blocks_in_a_cluster(tmp_path, defines):
+    """Whose shared addresses say which block they are of; descriptors have no room for that."""
+    case = Case(tmp_path, in_place_of_kda(small_layer(), small_mla(2, 1, 4)), 2, opening=(True,), blocks=4, cluster=2, context=260, defines=defines)
+    check_bytes(case, Walked(case, tmp_path / "standard"))
+
+
+@shim
 def test_the_bytes_of_layers_of_both_sorts(tmp_path):
     mla = small_mla(2, 1)
     has = of_its_sort(SimpleNamespace(is_kda=lambda layer: layer != 1), mla)

@@ -31,13 +31,15 @@ K3_DEVICE void settle(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v
 
 #ifdef K3_WGMMA
 template <int kTiles> struct Columns { u64 descriptor; };
+// A shared address as descriptors have it: in a cluster the bits above say which block's it is.
+K3_DEVICE u32 descriptor_address(u32 at) { return (at & 0x3ffff) >> 4; }
 
 // `at` and `more` units of 16 bytes: where a k-step (32 bytes) of the first tile lies.
 template <int kTiles>
-K3_DEVICE Columns<kTiles> columns_by_k(u32 at, u32 more, int lane) { return {u64((at >> 4) + more) | u64(kColumnTile >> 4 | 1u << 30) << 32}; }
+K3_DEVICE Columns<kTiles> columns_by_k(u32 at, u32 more, int lane) { return {u64(descriptor_address(at) + more) | u64(kColumnTile >> 4 | 1u << 30) << 32}; }
 // `at`: first 8 x 8 values of the 16 k; `k_stride`: bytes to those of the next 8 k.
 template <int kTiles>
-K3_DEVICE Columns<kTiles> columns_by_column(u32 at, u32 k_stride, int lane) { return {u64((at >> 4) + (k_stride << 12)) | u64(128 >> 4) << 32}; }
+K3_DEVICE Columns<kTiles> columns_by_column(u32 at, u32 k_stride, int lane) { return {u64(descriptor_address(at) + (k_stride << 12)) | u64(128 >> 4) << 32}; }
 
 #ifdef K3_HOST_SHIM
 inline void products_begin() {}

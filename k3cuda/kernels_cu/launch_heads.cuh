@@ -15,6 +15,7 @@ struct LaunchMla {
 template <int kN, int kNormLeaves>
 struct LaunchQueryNorm {
   static constexpr int kUnits = 1;
+  static constexpr int vectors(int tokens) { return tokens * kN / 4; }   // the rows as they come
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
@@ -25,35 +26,34 @@ struct LaunchQueryNorm {
     float weight[Leaf::kValues];
     K3_UNROLL
     for (int i = 0; i < Leaf::kValues; ++i) weight[i] = Leaf::has(i, team) ? bf16_to_float(norm.query_norm[Leaf::at(i, team)]) : 0;
-    const u32* from = (const u32*)block.input(p, 0);
-    const int row = block.link(p).in[0].row * 4;
-    constexpr int kRows = min_of(S::kTokens, 4), kBatch = kRows * Leaf::kValues;   // rows that are asked for at once: more fill the registers
-    u32 v[S::kTokens / kRows][kBatch] = {};
-    K3_UNROLL
-    for (int first = 0; first < S::kTokens; first += kRows)
-      await_all(v[first / kRows], block.a.watch, phase, 0, [&](int j) { return first + j / Leaf::kValues < block.a.rows && Leaf::has(j % Leaf::kValues, team); },
-                [&](int j) { return from + (first + j / Leaf::kValues) * row + Leaf::at(j % Leaf::kValues, team); });
-    float* leaves = block.partial(0);         // [token][leaf]
-    team.sync();                              // all are finished with the phase before
-    K3_UNROLL
-    for (int token = 0; token < S::kTokens; ++token) {
+    const uint4* from = block.input(p, 0);
+    const int row = block.link(p).in[0].row, rows = block.a.rows;
+    uint4* shared = block.x();
+    float* values = (float*)(shared + P::in_at(S::kTokens));   // [token][kN]
+    receive_vectors<min_of(4, (S::kTokens * kN / 4 + Consumers::kThreads - 1) / Consumers::kThreads)>(
+      team.thread(), Consumers::kThreads, rows * (kN / 4), block.a.watch, phase, [&](int i) { return from + i / (kN / 4) * row + i % (kN / 4); },
+      [&] { team.sync(); },   // all are finished with the phase before
+      [&](int i, const uint4& v) { ((uint4*)values)[i] = v; });
+    float* leaves = block.partial(0);                          // [token][leaf]
+    team.sync();
+#pragma unroll 1
+    for (int token = 0; token < rows; ++token) {
       float own[Leaf::kValues];
       K3_UNROLL
-      for (int i = 0; i < Leaf::kValues; ++i) own[i] = __uint_as_float(v[token / kRows][token % kRows * Leaf::kValues + i]);
+      for (int i = 0; i < Leaf::kValues; ++i) own[i] = Leaf::has(i, team) ? values[token * kN + Leaf::at(i, team)] : 0;
       const float sum = Leaf::squares(own);
       if (team.lane() == 0) leaves[token * kConsumers + team.warp()] = sum;
     }
     team.sync();
-    uint4* shared = block.x();
     const int first = (P::kParts > 1 ? block.part() : 0) * P::kOwnVectors * 8;
-    K3_UNROLL
-    for (int token = 0; token < S::kTokens; ++token) {
+#pragma unroll 1
+    for (int token = 0; token < rows; ++token) {
       const float inverse = Leaf::inverse(leaves + token * kConsumers, eps);
       K3_UNROLL
       for (int i = 0; i < Leaf::kValues; ++i) {
         const int e = Leaf::at(i, team) - first;
-        if (token < block.a.rows && Leaf::has(i, team) && e >= 0 && e < P::kOwnVectors * 8)
-          ((bf16*)&shared[P::template x_at<S::kTokens>(token, e / 8)])[e % 8] = float_to_bf16(mla_normed(__uint_as_float(v[token / kRows][token % kRows * Leaf::kValues + i]), inverse, weight[i]));
+        if (Leaf::has(i, team) && e >= 0 && e < P::kOwnVectors * 8)
+          ((bf16*)&shared[P::template x_at<S::kTokens>(token, e / 8)])[e % 8] = float_to_bf16(mla_normed(values[token * kN + first + e], inverse, weight[i]));
       }
     }
     team.sync();
@@ -66,6 +66,7 @@ struct LaunchQueryNorm {
 template <int kHeadTiles, int kRope, int kUnits_>
 struct LaunchHeads {
   static constexpr int kUnits = kUnits_;
+  static constexpr int vectors(int) { return 0; }
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;

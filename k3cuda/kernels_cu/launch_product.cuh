@@ -63,6 +63,7 @@ constexpr int kInboxTurns = 4;
 // though it may use less.
 struct LaunchPlain {
   static constexpr int kUnits = 1;   // units of a block that have an x of their own; 1: it is the same of all
+  static constexpr int vectors(int) { return 0; }   // of shared memory that it takes behind the rest
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
@@ -78,6 +79,7 @@ struct LaunchPlain {
 // SiTU of F32 gates and ups, whose tiles of 16 come in turn.
 struct LaunchSitu {
   static constexpr int kUnits = 1;
+  static constexpr int vectors(int) { return 0; }
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
@@ -159,7 +161,8 @@ struct LaunchProduct {
   static constexpr int kChunkBytes = kChunkSteps * kStepBytes, kCopyLeaves = kChunks > 1 ? 1 : copy_leaves(kBlockLeaves, kChunkBytes, kSlotBytes);
   static constexpr int kCopyBytes = kCopyLeaves * kChunkBytes, kLeafCopies = kBlockLeaves / kCopyLeaves, kUnitCopies = kLeafCopies * kChunks;
   static constexpr int kOwnVectors = kBlockLeaves * kSteps * 2;   // of a token, what one block reads
-  static constexpr int x_vectors(int tokens, int) { return In::kUnits * tokens * kOwnVectors + Add::floats(tokens) / 4; }
+  static constexpr int in_at(int tokens) { return In::kUnits * tokens * kOwnVectors + Add::floats(tokens) / 4; }
+  static constexpr int x_vectors(int tokens, int) { return in_at(tokens) + In::vectors(tokens); }
   // Where vector `k` of a token's share of x lies.
   template <int kTokens> static K3_DEVICE int x_at(int token, int k) {
     constexpr int kRun = kSteps > 1 ? 4 : 2;   // of a pair of steps, or of a single one

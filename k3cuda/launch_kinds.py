@@ -1,13 +1,13 @@
 """Kinds of phases of a single launch: what a unit of each is, what it reads, and what it leaves in the exchange.
 
-kernels_cu/launch_product.cuh, launch_normed.cuh, launch_choice.cuh, launch_experts.cuh, launch_mix.cuh and launch_kda.cuh run them.
+kernels_cu/launch_product.cuh, launch_normed.cuh, launch_choice.cuh, launch_experts.cuh and launch_kda.cuh run them.
 """
 from dataclasses import dataclass, field, replace
 
 from .config import MXFP4_GROUP
 from .errors import PlanError
 from .phases import MIX_SLICES, TILE_ROWS, Grid
-from .weights import MMA_K, TREE_LEAVES, tree_leaves
+from .weights import MMA_K, TREE_LEAVES
 
 VECTOR_BYTES = 16     # a vector that is its own flag
 MAX_TOKENS = 8        # rows of a launch at most
@@ -73,7 +73,7 @@ class Kind:
 class Product(Kind):
     """A matrix of packed tiles: `parts` blocks of a cluster share each tile's leaves.
 
-    firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. norm: the round of sums whose fields it
+    firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. norm: the round of sums (launch_mixes.Mix) whose fields it
     reads and norms for itself; its own number is then how many phases before it that was, and from bit 4 on whether closed blocks are mixed in.
     adds: parts of the last field that it reads, which are added to its rows; 0: none. beside: as of a Kind.
     """
@@ -84,7 +84,7 @@ class Product(Kind):
     parts: int = 1
     firsts: tuple[int, ...] = field(default=(0,), kw_only=True)
     situ: bool = field(default=False, kw_only=True)
-    norm: "Mix | None" = field(default=None, kw_only=True)
+    norm: Kind | None = field(default=None, kw_only=True)
     adds: int = field(default=0, kw_only=True)
     beside: bool = field(default=False, kw_only=True)
 
@@ -111,13 +111,20 @@ class Product(Kind):
         return (self.inputs // self.parts * BYTES[source.dtype] if self.parts > 1 else source.nbytes) * rows
 
     def kind(self, copy: int, most: int) -> str:
-        if self.steps % 2 or TREE_LEAVES % (self.leaves // self.parts):
+        if self.steps % 2 and self.steps > 1 or TREE_LEAVES % (self.leaves // self.parts):
             raise PlanError(f"{self.name} has {self.leaves} leaves of {self.steps} k-steps in {self.parts} parts; "
-                            f"wanted an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
-        out = _out(self.firsts, self.fields)
-        reads = f"LaunchNormed<{self.norm.shape(1)}>" if self.norm else "LaunchSitu" if self.situ else "LaunchPlain"
-        adds = f"LaunchAdd<{self.adds}, {self.tiles}, {most}, {len(self.reads) - 1}>" if self.adds else "LaunchNothing"
-        return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}, {out}, {reads}, {adds}>"
+                            f"wanted one or an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
+        types = self.output_type(), self.input_type(most), self.add_type(most)
+        return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}, {', '.join(types)}>"
+
+    def output_type(self) -> str:
+        return _out(self.firsts, self.fields)
+
+    def input_type(self, most: int) -> str:
+        return f"LaunchNormed<{self.norm.shape(1)}>" if self.norm else "LaunchSitu" if self.situ else "LaunchPlain"
+
+    def add_type(self, most: int) -> str:
+        return f"LaunchAdd<{self.adds}, {self.tiles}, {most}, {len(self.reads) - 1}>" if self.adds else "LaunchNothing"
 
 
 @dataclass(frozen=True)
@@ -207,54 +214,6 @@ class ExpertDown(Kind):
         return f"LaunchExpertDown<{self.groups}, {self.tiles}, {copy}, {_out((0,), self.fields)}>"
 
 
-CLOSED, SUMS, OUT = "LaunchMixClosed", "LaunchMixSums", "LaunchMixOut"
-
-
-@dataclass(frozen=True)
-class Mix(Kind):
-    """A round of a mix or a norm over rows of `n` values: `rank_parts` of them join, `blocks` closed ones at most are mixed in. `stage`: whose rounds they are.
-    `is_last`: of sums behind which there is no third round, since their readers norm for themselves. `most_slices`: of a row.
-
-    A phase's own number: how many blocks are closed, and from bit 4 on whether the sum before it becomes one.
-    """
-
-    round: str
-    n: int
-    rank_parts: int
-    blocks: int
-    stage: str = field(kw_only=True)
-    is_last: bool = field(default=False, kw_only=True)
-    most_slices: int = field(default=MIX_SLICES, kw_only=True)
-    home = 0
-
-    @property
-    def leaves(self) -> int:
-        return tree_leaves(self.n)
-
-    @property
-    def slices(self) -> int:
-        """Of a row: whole chunks of its tree."""
-        return min(self.leaves, self.most_slices)
-
-    def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
-        return (0,) * (rows * self.slices)
-
-    def read_bytes(self, source: Field, rows: int) -> int:
-        return source.nbytes // (self.slices if self.round == SUMS and self.reads.index(source.name) == 0 else 1)   # of the slice, or of all sums
-
-    def needs(self, name: str, extra: int) -> bool:
-        return self.round != SUMS or self.reads.index(name) == 0 or extra & 15 > 0   # scores of closed blocks: where there are some
-
-    def kind(self, copy: int, most: int) -> str:
-        if self.n // self.slices % VECTOR:
-            raise PlanError(f"{self.name} has slices of {self.n // self.slices} values; wanted multiples of {VECTOR}")
-        return f"{self.round}<{self.shape(most)}{', true' if self.is_last else ''}>"
-
-    def shape(self, most: int) -> str:
-        """Its C++ shape, of blocks that have at most `most` slices."""
-        return f"LaunchMixShape<{self.n}, {self.leaves}, {self.rank_parts}, {self.blocks}, {self.slices}, {most}>"
-
-
 @dataclass(frozen=True)
 class Kda(Kind):
     """The middle of KDA over `heads` heads of this rank: a head of a sequence, which a row opens, is a unit. State and records lie in memory."""
@@ -278,28 +237,6 @@ def _out(firsts: tuple[int, ...], fields: tuple[Field, ...]) -> str:
     """Where a product's tiles go."""
     segments = (f"LaunchSegment<{first}, {str(made.dtype == 'f32').lower()}>" for first, made in zip(firsts, fields, strict=True))
     return f"LaunchOut<{', '.join(segments)}>"
-
-
-def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field | None, most_slices: int = MIX_SLICES) -> tuple[Mix, ...]:
-    """The rounds `name`_closed (where there are closed blocks), `name`_sums and `name`, which leaves `out`.
-
-    out: None where its reader norms for itself: the sums are the last round then, and leave what that reads (`Product.norm`).
-    """
-    make = lambda suffix, which, *, reads, fields, **more: Mix(name + suffix, which, n, rank_parts, blocks, stage=name, reads=reads, fields=fields, most_slices=most_slices, **more)
-    leaves, of_row = tree_leaves(n), lambda what, width: Field(f"{name}_{what}", "f32", width, width)
-    closed = of_row("closed", leaves * 16)
-    first, read = ((make("_closed", CLOSED, reads=(), fields=(closed,)),), (reads, closed.name)) if blocks else ((), (reads,))
-    if out is None:   # sums, and a mixture's two scalars behind them
-        fields = (of_row("sums", leaves * 4 + 4), of_row("joined", n), *((of_row("mixture", n),) if blocks else ()))
-        return (*first, make("_sums", SUMS, reads=read, fields=fields, is_last=True))
-    sums = of_row("sums", leaves * 4)
-    return (*first, make("_sums", SUMS, reads=read, fields=(sums,)), make("", OUT, reads=(sums.name,), fields=(out,)))
-
-
-def normed_reads(sums: Mix) -> tuple[str, ...]:
-    """Fields of the last round of a mix in the order of a product that norms for itself."""
-    made, joined, *mixture = (f.name for f in sums.fields)
-    return (joined, made, *mixture)
 
 
 def linked(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:

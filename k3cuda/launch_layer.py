@@ -3,7 +3,8 @@ from dataclasses import replace
 
 from .block_program import Step
 from .config import K3Config
-from .launch_kinds import CLOSED, Field, ForcedChoice, Kda, Kind, Mix, Product, Route, mix_rounds, normed_reads
+from .launch_kinds import Field, ForcedChoice, Kda, Kind, Product, Route
+from .launch_mixes import CLOSED, Mix, mix_rounds, normed_reads
 from .launch_rank import experts, own_tiles, product
 from .phases import TILE_ROWS
 from .plan import Plan
@@ -63,8 +64,9 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
     )
 
 
-def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range) -> tuple[Step, ...]:
-    """The phases of these layers. Rounds over closed blocks are left out where there are none, and run ahead of what waits for them."""
+def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range, has=lambda k, layer: True) -> tuple[Step, ...]:
+    """The phases of these layers, of the kinds that each of them `has`. Rounds over closed blocks are left out where there are none, and run ahead of what
+    waits for them."""
     counts = {(op.stage.name, op.layer): op.num_blocks for op in plan.ops}
     steps, sums = [], {}   # sums: of each mix, which phase made its last ones
 
@@ -83,7 +85,8 @@ def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range) -> tuple[Ste
     add(ahead, layers[0])
     for layer in layers:
         for k in rest[:-1]:
-            add(k, layer)
+            if has(k, layer):
+                add(k, layer)
         if layer + 1 in layers:
             add(ahead, layer + 1)
         add(rest[-1], layer)

@@ -8,6 +8,7 @@ from k3cuda import launch_rank as lr
 from k3cuda import timeline
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps
+from k3cuda.launch_mixes import CLOSED, OUT, SUMS, Mix
 from k3cuda.phases import ARRANGEMENTS, Grid
 from k3cuda.plan import build_plan
 from k3cuda.runtime.repack import leaf_bytes
@@ -15,7 +16,7 @@ from k3cuda.schedule import Schedule, build, deal
 
 CHAINS = (("products", 0, 1), ("products", 0, 8), ("products", 16, 1), ("products", 107, 8), ("layer", 16, 1), ("layer", 107, 8))   # what, distinct experts, rows
 FIRST_LAYER = 36                                  # of whole layers: the first one opens a block, three are closed then
-ROUNDS = {lk.CLOSED: "mix_closed", lk.SUMS: "mix_sums", lk.OUT: "mix_out"}
+ROUNDS = {CLOSED: "mix_closed", SUMS: "mix_sums", OUT: "mix_out"}
 BLOCKS = {1: 132, 2: 132, 4: 120}                 # of clusters that an H200 holds at once
 COPY = 7680                                       # bytes of a bulk copy at most
 # (cluster, rows): copies that the kernel of 21 whole layers has room for (tests/test_predict_launch.py).
@@ -62,7 +63,7 @@ def chain_us(plan, what, experts, rows, cluster):
     phases = []
     for (kind, _), phase in zip(program.weights, program.schedule.phases):
         k, units = program.kinds[kind], phase.units
-        does = (ROUNDS[k.round],) if isinstance(k, lk.Mix) else ("kda_head",) if isinstance(k, lk.Kda) else ()
+        does = (ROUNDS[k.round],) if isinstance(k, Mix) else ("kda_head",) if isinstance(k, lk.Kda) else ()
         does = ("mix_out",) if isinstance(k, lk.Product) and k.norm else does
         does = ("choose", "expert_up") if what == "layer" and isinstance(k, lk.ExpertUp) else does
         steps = 2 * k.groups if k.is_chosen else getattr(k, "steps", 0)

@@ -22,6 +22,8 @@ from k3cuda import launch_source as ls
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.errors import PlanError
 from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps
+from k3cuda.launch_mixes import OUT, SUMS, Mix
+from k3cuda.launch_mla import MlaAttend
 from k3cuda.phases import Grid
 from k3cuda.plan import build_plan
 from k3cuda.reference import FUNCTIONS
@@ -42,7 +44,7 @@ class Walked:
         folder.mkdir()
         library = host.build(self.standard.text, self.standard.kernels, folder)
         self.differ = {}
-        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices, case.kdas):
+        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices, case.kdas, case.mlas):
             before = self.differ.get(name, (0, 0))
             self.differ[name] = before[0] + wrong, before[1] + values
         self.hidden, self.blocks = hidden, blocks
@@ -50,7 +52,7 @@ class Walked:
 
 def check_bytes(case, walked):
     kinds = case.program.kinds
-    inner = {k.name for k in kinds if isinstance(k, lk.ForcedChoice) or isinstance(k, lk.Mix) and k.round != lk.OUT}   # what follows from them is compared
+    inner = {k.name for k in kinds if isinstance(k, (lk.ForcedChoice, MlaAttend)) or isinstance(k, Mix) and k.round != OUT}   # what follows from them is compared
     assert set(walked.differ) == {k.name for k in kinds} - inner
     assert not {name: found for name, found in walked.differ.items() if found[0]} and all(values for _, values in walked.differ.values())
     assert (walked.exchange == NOT_THERE).all()                 # as the next launch must find it
@@ -87,7 +89,7 @@ def test_a_layers_own_phases_against_the_reference(tmp_path):
         k, read, made = case.program.kinds[kind], lambda i: walked.standard.read(phase, i), walked.standard.made(phase)
         if k.name.endswith("_sums"):
             parts = read(0).reshape(3, k.rank_parts, k.n).transpose(1, 0, 2)
-        elif isinstance(k, lk.Mix) and k.round == lk.OUT:
+        elif isinstance(k, Mix) and k.round == OUT:
             score, weight = case.mixes[k.name, layer]
             ones = np.ones_like(score)
             b = SimpleNamespace(hidden=hidden, res_blocks=blocks, ffn_out=parts[0], attn_parts=parts, routed_parts=parts, attn_in=np.zeros((3, k.n), np.float32))
@@ -221,7 +223,7 @@ def test_the_program_of_a_released_layer(rows, merged):
     kinds = layer_kinds(cfg, 16, 2, rank_parts=16, forced=False, merged=merged)
     steps = layer_steps(build_plan(cfg, 16), kinds, range(11, 15))   # the thirteenth layer opens a block
     program = bp.program(kinds, steps, rows, Grid(sms=132, cluster=2), 16, slots=LAYER_SLOTS)
-    assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (lk.Mix, lk.Kda)))
+    assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (Mix, lk.Kda)))
     assert [s.extra for s in steps if s.name == "attn_mix_sums"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix_sums"] == [1, 2, 2, 2]
     homes, has = {}, {}   # has: (kind, phase) -> units of every block
     for block, phases in enumerate(words_of(program)):
@@ -237,7 +239,7 @@ def test_the_program_of_a_released_layer(rows, merged):
             if out != bp.NO_SLOT:
                 assert owner.get(out) is None and needs >= cleaned.get(out, 0)   # all that lay there is gone
                 owner[out] = phase
-            if isinstance(k, lk.Mix):
+            if isinstance(k, Mix):
                 homes.setdefault((k.n, k.blocks), {}).setdefault(block, set()).add(tuple(units))
             assert not (isinstance(k, lk.Kda) and units and block < 8 * rows)   # elsewhere than mixes
             has.setdefault((k.name, phase), {})[block] = len(units)
@@ -275,14 +277,14 @@ def test_what_the_kernel_cannot_do_is_refused():
     with pytest.raises(PlanError, match="rows of 6 values"):
         lk.Field("odd", "f32", 6, 6)
     with pytest.raises(PlanError, match="slices of 20 values"):
-        lk.Mix("odd", lk.SUMS, 20, RANKS, 0, stage="odd").kind(2048, 1)
+        Mix("odd", SUMS, 20, RANKS, 0, stage="odd").kind(2048, 1)
 
 
 def test_a_field_that_nobody_has_made_is_refused():
     """The launch has one input; only scores of closed blocks may be missing, where there are none."""
     kinds = small_layer()
     program = lambda kinds, steps: bp.program(kinds, steps, 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
-    steps = [bp.Step(k.name, 0, int(isinstance(k, lk.Mix))) for k in kinds]
+    steps = [bp.Step(k.name, 0, int(isinstance(k, Mix))) for k in kinds]
     at = {step.name: i for i, step in enumerate(steps)}
     swapped = list(steps)
     swapped[at["kda_mix"]], swapped[at["o_proj"]] = steps[at["o_proj"]], steps[at["kda_mix"]]

@@ -6,6 +6,7 @@
 #pragma once
 #include "launch_experts.cuh"
 #include "launch_kda.cuh"
+#include "launch_mla.cuh"
 #include "launch_normed.cuh"
 
 // Kinds of phases, by their place in the program's words.
@@ -33,9 +34,9 @@ constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks 
 // and issued its last copy. kStamps is launch_source.py's STAMPS.
 enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kLastCopy, kStamps };
 
-constexpr int kMaxKinds = 20;
+constexpr int kMaxKinds = 24;
 struct LaunchArgs {
-  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchChoice or the router's bias of other phases
+  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchMla, LaunchChoice or the router's bias of other phases
   const u32* programs;     // [block][words]
   const uint4* input;      // [rows][row of the first phase], BF16 without kNotThere
   uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
@@ -225,6 +226,9 @@ struct LaunchBlock {
   // By all consumers: nobody will read the input again.
   K3_DEVICE void received(int phase) const {
     arrived(phase);
+    finished(phase);
+  }
+  K3_DEVICE void finished(int phase) const {
     if (me.thread() == 0) state.received = phase + 1;
   }
   // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.

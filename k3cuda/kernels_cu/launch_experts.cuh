@@ -4,9 +4,6 @@
 #include "launch_choice.cuh"
 #include "launch_product.cuh"
 
-// Leaves that one copy brings.
-constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return leaves > 1 && leaves * leaf_bytes > slot_bytes ? copy_leaves(leaves / 2, leaf_bytes, slot_bytes) : leaves; }
-
 // w1 and w3. A unit is a pair of tiles of an entry; clusters take equal runs of them. A group of warps takes a unit, up to four leaves of one tile a
 // warp; its warps meet only through two buffers of leaf sums, so that each runs ahead of the slowest by up to two units.
 //   kLeaves_, kGroups_  leaves of K, 32-groups in each
@@ -120,7 +117,7 @@ struct LaunchExpertUp {
   // A whole warp: eight lanes have a vector of unit `u`, half `half` of the rows of its item `item`, whose items begin at `first`.
   template <class Block>
   static K3_DEVICE void activate(Block& block, const ProgramPhase& p, int phase, int u, int first, int item, int half, float gate, float up, bool live, int lane) {
-    const uint4 v = pack_vector(situ(gate, up, block.a.situ_beta, block.a.situ_linear_beta), block.me.lane);
+    const uint4 v = pack_vector(situ(gate, up, block.a.situ_beta, block.a.situ_linear_beta), not_before_here(block.me.lane));
     if (live) block.publish(p, phase, block.choice().list.item[first + item], u % kPairs * 2 + half, v, lane);
   }
 

@@ -100,7 +100,7 @@ struct LaunchMixClosed : LaunchMixAhead<S, false, false> {
   static constexpr int x_vectors(int, int) { return sizeof(Room) / 16; }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    const Consumers team;
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
     Room& m = *(Room*)block.x();
     block.received(phase);   // of other phases it reads nothing
 #pragma unroll 1

@@ -10,6 +10,7 @@
 template <class S>
 struct LaunchNormed {
   enum Field { kJoined, kSums, kMixture };
+  static constexpr int kUnits = 1;
   static constexpr int kPieces = S::kBlocks ? 4 : 2;   // F32 vectors that a BF16 one follows from
   struct __align__(16) Row { float sums[S::kLeaves][4], top, total, alpha, beta, inv; };
   static constexpr int vectors(int tokens) { return tokens * int(sizeof(Row)) / 16; }
@@ -56,7 +57,7 @@ struct LaunchNormed {
         words[half * 2] = value(mixture.x, joined.x, w0 << 16) | value(mixture.y, joined.y, w0 & 0xffff0000u) << 16;
         words[half * 2 + 1] = value(mixture.z, joined.z, w1 << 16) | value(mixture.w, joined.w, w1 & 0xffff0000u) << 16;
       }
-      block.x()[(k / 4 * Shape::kTokens + row) * 4 + k % 4] = {words[0], words[1], words[2], words[3]};
+      block.x()[P::template x_at<Shape::kTokens>(row, k)] = {words[0], words[1], words[2], words[3]};
       i += Consumers::kThreads;
       ask();
       await();

@@ -1,6 +1,6 @@
 """A schedule as the words that the blocks of a single launch read. kernels_cu/launch_core.cuh says what they mean."""
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,7 +13,7 @@ NO_SLOT = 15
 SLOTS = 4             # of the exchange, where phases read the phase before: two phases lie between clearing one and using it again
 MOST_SLOTS = 12       # where results have readers further on
 MOST_EXTRA = 255      # eight bits of a word
-MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 20, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
+MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 24, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,9 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
         raise PlanError(f"found {len(kinds)} kinds of phases, wanted at most {MAX_KINDS}, with {MAX_INPUTS} inputs and {MAX_FIELDS} fields each")
     number, maker = {k.name: i for i, k in enumerate(kinds)}, {f.name: (i, f) for i, k in enumerate(kinds) for f in k.fields}
     for k in kinds:
+        for f in k.fields:   # one that several kinds make lies in the same place of all
+            if _layout(k, f.name) != _layout(kinds[maker[f.name][0]], f.name):
+                raise PlanError(f"{k.name} and {kinds[maker[f.name][0]].name} make {f.name} in different places of a row")
         if unmade := [name for name in k.reads if name not in maker]:
             raise PlanError(f"{k.name} reads {unmade[0]}, which no kind of phase makes")
     latest: dict[str, int] = {}
@@ -123,9 +126,10 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
         for name, source in zip(k.reads, read):
             if source is not None:
                 nbytes[source] += k.read_bytes(maker[name][1], rows)
-        phases.append(Phase(k.name, step.layer, k.units(grid, rows), tuple(Wait(*w) for w in nbytes.items()), k.parts, chosen=k.is_chosen, home=k.home))
+        phases.append(Phase(k.name, step.layer, k.units(grid, rows), tuple(Wait(*w) for w in nbytes.items()), k.parts, chosen=k.is_chosen, home=k.home, beside=k.beside))
         sources.append(tuple(read))
         latest |= {f.name: at for f in k.fields}
+    phases = [replace(phase, late=_readers_home(at, phases, grid)) if phase.home is None and not phase.chosen else phase for at, phase in enumerate(phases)]
     schedule = Schedule(grid, rows, tuple(phases), deal(phases, grid))
     check(schedule)
     items = [rows * (top_k if k.of_items else 1) for k in kinds]
@@ -139,6 +143,18 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
             most[made[at][0]] = max(most[made[at][0]], units)
     return BlockProgram(kinds, links, tuple(most), grid, rows, top_k, schedule, words, steps, tuple(sources), made, clearings, slots,
                         max(n * r for n, r in zip(items, row)))
+
+
+def _readers_home(at: int, phases: list[Phase], grid: Grid) -> frozenset[int]:
+    """Blocks in which those are at home that read a phase: they load what they read beside it meanwhile."""
+    return frozenset((reader.home + unit) % grid.sms for reader in phases if reader.home is not None and reader.units and len(reader.units) < grid.sms
+                     and any(w.phase == at for w in reader.waits) for unit in range(len(reader.units)))
+
+
+def _layout(k: Kind, name: str) -> tuple:
+    """Where a field lies: bytes before it and of a row, and what it is."""
+    at = [f.name for f in k.fields].index(name)
+    return sum(f.nbytes for f in k.fields[:at]), sum(f.nbytes for f in k.fields), k.fields[at]
 
 
 def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Link:

@@ -1,13 +1,13 @@
 """Kinds of phases of a single launch: what a unit of each is, what it reads, and what it leaves in the exchange.
 
-kernels_cu/launch_product.cuh, launch_choice.cuh, launch_experts.cuh, launch_mix.cuh and launch_kda.cuh run them.
+kernels_cu/launch_product.cuh, launch_normed.cuh, launch_choice.cuh, launch_experts.cuh and launch_kda.cuh run them.
 """
 from dataclasses import dataclass, field, replace
 
 from .config import MXFP4_GROUP
 from .errors import PlanError
 from .phases import MIX_SLICES, TILE_ROWS, Grid
-from .weights import MMA_K, TREE_LEAVES, tree_leaves
+from .weights import MMA_K, TREE_LEAVES
 
 VECTOR_BYTES = 16     # a vector that is its own flag
 MAX_TOKENS = 8        # rows of a launch at most
@@ -53,6 +53,7 @@ class Kind:
     parts = 1          # blocks of a cluster that share a unit
     home = None        # of its first unit, a block: the others follow (phases.Phase)
     is_chosen = False  # which weights it reads is known when experts are chosen
+    beside = False     # its units are of the blocks that the phase before it leaves idle (phases.Phase)
     of_items = False   # its results are rows of (row, place) pairs
 
     def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
@@ -72,8 +73,9 @@ class Kind:
 class Product(Kind):
     """A matrix of packed tiles: `parts` blocks of a cluster share each tile's leaves.
 
-    firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. adds: parts of the second field that it
-    reads, which are added to its rows; 0: none.
+    firsts: the first tile of every field. situ: what it reads are gates and ups, tiles of 16 in turn, F32. norm: the round of sums (launch_mixes.Mix) whose fields it
+    reads and norms for itself; its own number is then how many phases before it that was, and from bit 4 on whether closed blocks are mixed in.
+    adds: parts of the last field that it reads, which are added to its rows; 0: none. beside: as of a Kind.
     """
 
     tiles: int
@@ -82,7 +84,9 @@ class Product(Kind):
     parts: int = 1
     firsts: tuple[int, ...] = field(default=(0,), kw_only=True)
     situ: bool = field(default=False, kw_only=True)
+    norm: Kind | None = field(default=None, kw_only=True)
     adds: int = field(default=0, kw_only=True)
+    beside: bool = field(default=False, kw_only=True)
 
     @property
     def inputs(self) -> int:
@@ -100,17 +104,27 @@ class Product(Kind):
         return (self.nbytes // self.tiles // self.parts,) * (self.tiles * self.parts)
 
     def read_bytes(self, source: Field, rows: int) -> int:
-        if self.reads.index(source.name) == 1:
+        if self.adds and source.name == self.reads[-1]:
             return self.adds * TILE_ROWS * BYTES["f32"] * rows
-        return (self.inputs // self.parts * 2 if self.parts > 1 else source.nbytes) * rows
+        if self.norm and source.width < self.inputs:
+            return source.nbytes * rows   # sums
+        return (self.inputs // self.parts * BYTES[source.dtype] if self.parts > 1 else source.nbytes) * rows
 
     def kind(self, copy: int, most: int) -> str:
-        if self.steps % 2 or TREE_LEAVES % (self.leaves // self.parts):
+        if self.steps % 2 and self.steps > 1 or TREE_LEAVES % (self.leaves // self.parts):
             raise PlanError(f"{self.name} has {self.leaves} leaves of {self.steps} k-steps in {self.parts} parts; "
-                            f"wanted an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
-        out = _out(self.firsts, self.fields)
-        reads, adds = "LaunchSitu" if self.situ else "LaunchPlain", f"LaunchAdd<{self.adds}, {self.tiles}, {most}>" if self.adds else "LaunchNothing"
-        return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}, {out}, {reads}, {adds}>"
+                            f"wanted one or an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
+        types = self.output_type(), self.input_type(most), self.add_type(most)
+        return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}, {', '.join(types)}>"
+
+    def output_type(self) -> str:
+        return _out(self.firsts, self.fields)
+
+    def input_type(self, most: int) -> str:
+        return f"LaunchNormed<{self.norm.shape(1)}>" if self.norm else "LaunchSitu" if self.situ else "LaunchPlain"
+
+    def add_type(self, most: int) -> str:
+        return f"LaunchAdd<{self.adds}, {self.tiles}, {most}, {len(self.reads) - 1}>" if self.adds else "LaunchNothing"
 
 
 @dataclass(frozen=True)
@@ -200,47 +214,6 @@ class ExpertDown(Kind):
         return f"LaunchExpertDown<{self.groups}, {self.tiles}, {copy}, {_out((0,), self.fields)}>"
 
 
-CLOSED, SUMS, OUT = "LaunchMixClosed", "LaunchMixSums", "LaunchMixOut"
-
-
-@dataclass(frozen=True)
-class Mix(Kind):
-    """A round of a mix or a norm over rows of `n` values: `rank_parts` of them join, `blocks` closed ones at most are mixed in. `stage`: whose rounds they are.
-
-    A phase's own number: how many blocks are closed, and from bit 4 on whether the sum before it becomes one.
-    """
-
-    round: str
-    n: int
-    rank_parts: int
-    blocks: int
-    stage: str = field(kw_only=True)
-    home = 0
-
-    @property
-    def leaves(self) -> int:
-        return tree_leaves(self.n)
-
-    @property
-    def slices(self) -> int:
-        """Of a row: whole chunks of its tree."""
-        return min(self.leaves, MIX_SLICES)
-
-    def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
-        return (0,) * (rows * self.slices)
-
-    def read_bytes(self, source: Field, rows: int) -> int:
-        return source.nbytes // (self.slices if self.round == SUMS and self.reads.index(source.name) == 0 else 1)   # of the slice, or of all sums
-
-    def needs(self, name: str, extra: int) -> bool:
-        return self.round != SUMS or self.reads.index(name) == 0 or extra & 15 > 0   # scores of closed blocks: where there are some
-
-    def kind(self, copy: int, most: int) -> str:
-        if self.n // self.slices % VECTOR:
-            raise PlanError(f"{self.name} has slices of {self.n // self.slices} values; wanted multiples of {VECTOR}")
-        return f"{self.round}<LaunchMixShape<{self.n}, {self.leaves}, {self.rank_parts}, {self.blocks}, {self.slices}, {most}>>"
-
-
 @dataclass(frozen=True)
 class Kda(Kind):
     """The middle of KDA over `heads` heads of this rank: a head of a sequence, which a row opens, is a unit. State and records lie in memory."""
@@ -264,15 +237,6 @@ def _out(firsts: tuple[int, ...], fields: tuple[Field, ...]) -> str:
     """Where a product's tiles go."""
     segments = (f"LaunchSegment<{first}, {str(made.dtype == 'f32').lower()}>" for first, made in zip(firsts, fields, strict=True))
     return f"LaunchOut<{', '.join(segments)}>"
-
-
-def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field) -> tuple[Mix, ...]:
-    """The rounds `name`_closed (where there are closed blocks), `name`_sums and `name`, which leaves `out`."""
-    make = lambda suffix, which, *, reads, fields: Mix(name + suffix, which, n, rank_parts, blocks, stage=name, reads=reads, fields=fields)
-    leaves = tree_leaves(n)
-    closed, sums = Field(f"{name}_closed", "f32", leaves * 16, leaves * 16), Field(f"{name}_sums", "f32", leaves * 4, leaves * 4)
-    first = (make("_closed", CLOSED, reads=(), fields=(closed,)),) if blocks else ()
-    return (*first, make("_sums", SUMS, reads=(reads, closed.name) if blocks else (reads,), fields=(sums,)), make("", OUT, reads=(sums.name,), fields=(out,)))
 
 
 def linked(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:

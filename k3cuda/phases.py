@@ -72,6 +72,8 @@ class Phase:
 
     `chosen`: which weights it reads is chosen in this step, by what the first chosen phase of the layer waits for.
     `home`: unit i is of block home + i, modulo the blocks, whatever that block reads: it finds what it left there in an earlier phase.
+    `late`: blocks that get a unit only when all others have as many, since they are at home in what comes next.
+    `beside`: its units are of the blocks that have none of the phase before it, where there are any.
     """
 
     name: str
@@ -82,6 +84,8 @@ class Phase:
     steps: int = 0          # k-steps of the longest chain of tensor products in a unit
     chosen: bool = False
     home: int | None = None
+    late: frozenset[int] = frozenset()
+    beside: bool = False
     does: tuple[str, ...] = ()   # stages, and parts of them, whose own work is on its way
 
     def __str__(self):

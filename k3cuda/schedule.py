@@ -39,7 +39,7 @@ def build(plan: Plan, rows: int, grid: Grid = Grid(), arrangement: Arrangement =
 def deal(phases: list[Phase], grid: Grid) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Deals the units of each phase: to the block of the unit's part with the fewest bytes in the phase, then since the last chosen phase.
 
-    Units of a phase that has a home go to their own blocks.
+    Units of a phase that has a home go to their own blocks, and those of a phase beside another one to the blocks that this one leaves idle.
     """
     programs: list[list[tuple[int, int]]] = [[] for _ in range(grid.sms)]
     since = [0] * grid.sms
@@ -54,27 +54,30 @@ def deal(phases: list[Phase], grid: Grid) -> tuple[tuple[tuple[int, int], ...], 
             _deal_to_clusters(at, phase, grid, programs, since)
             continue
         usable = grid.sms - grid.sms % phase.parts
-        queues = [[(0, 0, since[b], b) for b in range(part, usable, phase.parts)] for part in range(phase.parts)]
+        busy = {b for b, program in enumerate(programs) if phase.beside and program and program[-1][0] == at - 1}
+        busy = busy if len(busy) < usable else set()
+        queues = [[(0, 0, b in phase.late, since[b], b) for b in range(part, usable, phase.parts) if b not in busy] for part in range(phase.parts)]
         for queue in queues:
             heapify(queue)
         for unit, nbytes in enumerate(phase.units):
-            own, count, _, block = queues[unit % phase.parts][0]
+            own, count, late, _, block = queues[unit % phase.parts][0]
             since[block] += nbytes
-            heapreplace(queues[unit % phase.parts], (own + nbytes, count + 1, since[block], block))
+            heapreplace(queues[unit % phase.parts], (own + nbytes, count + 1, late, since[block], block))
             programs[block].append((at, unit))
     return tuple(map(tuple, programs))
 
 
 def _deal_to_clusters(at: int, phase: Phase, grid: Grid, programs: list[list[tuple[int, int]]], since: list[int]) -> None:
     """All parts of a tile to the blocks of one cluster, in the same order: they finish it together."""
-    queue = [(0, 0, max(since[first:first + grid.cluster]), first) for first in range(0, grid.sms - grid.sms % grid.cluster, grid.cluster)]
+    queue = [(0, 0, not phase.late.isdisjoint(range(first, first + grid.cluster)), max(since[first:first + grid.cluster]), first)
+             for first in range(0, grid.sms - grid.sms % grid.cluster, grid.cluster)]
     heapify(queue)
     for tile in range(0, len(phase.units), phase.parts):
-        own, count, _, first = queue[0]
+        own, count, late, _, first = queue[0]
         for part, nbytes in enumerate(phase.units[tile:tile + phase.parts]):
             since[first + part] += nbytes
             programs[first + part].append((at, tile + part))
-        heapreplace(queue, (own + sum(phase.units[tile:tile + phase.parts]), count + 1, max(since[first:first + grid.cluster]), first))
+        heapreplace(queue, (own + sum(phase.units[tile:tile + phase.parts]), count + 1, late, max(since[first:first + grid.cluster]), first))
 
 
 def check(schedule: Schedule) -> None:

@@ -1,10 +1,10 @@
 """Times phases of one TP16 rank in one launch, and checks their bytes against the standard path's kernels first. JSON to $OUT, a table to stdout.
 
-Chains of products (`0` without experts, `16` with as many chosen beforehand), and whole KDA layers: mixes, products, the middle of KDA, the choice of
-experts (`layer`; `layer16`: forced), experts and their norm.
+Chains of products (`0` without experts, `16` with as many chosen beforehand), and whole layers: mixes, products, the middle of KDA, the choice of
+experts (`layer`; `layer16`: forced), experts and their norm; with latent attention instead of KDA: `mla`, `mla16`, over a BF16 cache `mlabf`, `mlabf16`.
 
-    scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48:16,48:48] [--layers 21]
-                            [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
+    scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48,48:96] [--layers 21]
+                            [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--watch-one] [--merged-rows 1] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
 """
 import argparse
 import ctypes
@@ -20,8 +20,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from launch_bench import Bench, Case  # noqa: E402
-from launch_chain import CHECKED_LAYERS, Chain  # noqa: E402
+from launch_chain import CHECKED_LAYERS, Chain, standard_of  # noqa: E402
 
+from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.launch_layer import MERGED_ROWS  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 # Standard deviation of a result: more than that, and less for chains, and for layers, whose sums over ranks add TP equal parts of one looped back.
@@ -30,12 +32,13 @@ SPREAD = (0.1, 10, 100)
 
 def by_phase(chain, windows, prefetch):
     """Median microseconds of every kind of phase: `hand_over` from the last end of what it reads to the last block's input, `works` from there
-    to the last end, `block_waits` and `block_works` of single blocks."""
+    to the last end, `block_waits` and `block_works` of single blocks; of single blocks too `unclean`, until its slot is clean, `ahead`, from the last copy's issue to the
+    input, and `weights_late`, from the input to the last copy's issue where that is later; `clears`, from the last block's input to clean slots everywhere."""
     p = chain.program
-    stamps = cp.zeros((chain.grid, p.phases, 4), cp.uint64)
+    stamps = cp.zeros((chain.grid, p.phases, ls.STAMPS), cp.uint64)
     for _ in range(2):
-        chain.launch(windows, prefetch, stamps=stamps).launch()
-    chain.bench.synchronize()
+        stamps.fill(0)
+        chain.run(windows, prefetch, stamps=stamps)
     t = stamps.get().astype(np.int64)
     works = t[:, :, 2] > 0
     last = np.where(works[:, :, None], t[:, :, :3], 0).max(0)     # [phase, stamp]
@@ -47,6 +50,10 @@ def by_phase(chain, windows, prefetch):
         mine = np.concatenate([t[works[:, i], i] for i in at])
         ends = [[last[source, 2] for source in p.sources[i] if source is not None] for i in at]
         parts = {"works": [last[i, 2] - last[i, 1] for i in at], "block_waits": mine[:, 1] - mine[:, 0], "block_works": mine[:, 2] - mine[:, 1]}
+        parts |= {"unclean": mine[:, 3] - mine[:, 0]}
+        if len(streams := mine[mine[:, 6] > 0]):
+            parts |= {"ahead": np.maximum(streams[:, 1] - streams[:, 6], 0), "weights_late": np.maximum(streams[:, 6] - streams[:, 1], 0)}
+        parts |= {"clears": [t[:, i, 4].max() - last[i, 1] for i in at]}
         parts |= {"hand_over": [last[i, 1] - max(end) for i, end in zip(at, ends)]} if all(ends) else {}
         out[k.name] = {n: float(np.median(v)) / 1e3 for n, v in parts.items()}
     return out
@@ -59,13 +66,15 @@ def main():
     cases = lambda text: [Case(w) for w in text.split(",")]
     parser.add_argument("--cases", type=cases, default=cases("0:1,0:8,16:1,107:8,layer:1,layer:8,layer16:1,layer107:8"), help="what, and rows")
     parser.add_argument("--clusters", type=numbers, default=[1, 2, 4])
-    parser.add_argument("--windows", type=pairs, default=[(48, 16), (48, 48)], help="KB in flight, while a hand-over is pending, and in kda_in if that is to have another")
+    parser.add_argument("--windows", type=pairs, default=[(48,)], help="KB in flight, and in kda_in if that is to have another")
     parser.add_argument("--copy", type=numbers, default=[7680], help="bytes of a copy at most")
-    parser.add_argument("--ring", type=numbers, default=[160], help="KB at most")
+    parser.add_argument("--ring", type=numbers, default=[224], help="KB at most")
     parser.add_argument("--prefetch", type=numbers, default=[0], help="copies brought into the L2 while a ring is full")
     parser.add_argument("--whole-units", action="store_true", help="blocks of a cluster do units of w1 and w3 alone, and read all of their input")
     parser.add_argument("--receive-batch", type=int, default=4, help="vectors that a thread asks for at once, at most")
     parser.add_argument("--poll", action="store_true", help="who waits for the ring does not sleep")
+    parser.add_argument("--watch-one", action="store_true", help="who waits for several vectors asks for the first one alone until it is there")
+    parser.add_argument("--merged-rows", type=int, default=MERGED_ROWS, help="rows of a layer up to which products norm for themselves what they read")
     parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--check", action="store_true", help="bytes only")
     parser.add_argument("--only", type=lambda text: text.split(","), default=None, help="phases whose bytes count, by name")
@@ -75,13 +84,14 @@ def main():
     parser.add_argument("--lose", action="store_true", help="lose a result of the first layout: must end in a record")
     parser.add_argument("--plain", action="store_true", help="not a cooperative launch")
     args = parser.parse_args()
-    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None, receive_batch=args.receive_batch, poll=args.poll), [], 0
+    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None, args.merged_rows, receive_batch=args.receive_batch, poll=args.poll, watch_one=args.watch_one), [], 0
     layouts = [(case, c, copy, ring) for case in args.cases for c in args.clusters for copy in args.copy for ring in args.ring
                if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
     stress = ("-DK3_STRESS",)
     options = ((), stress)[:1 + bool(args.stress)]
-    bench.prepare([bench.source(bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)), copy, ring)
-                   for case, c, copy, ring in layouts], options)
+    programs = {(case, c): bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)) for case, c, *_ in layouts}
+    bench.prepare([bench.source(programs[case, c], copy, ring) for case, c, copy, ring in layouts], options,
+                  () if args.no_check else [standard_of(bench, p).text for p in programs.values()])
     kb = [tuple(n * 1024 for n in w) for w in args.windows]
     for case, c, copy, ring in layouts if not args.no_check else ():
         chain = Chain(bench, case, c, CHECKED_LAYERS, copy, ring)
@@ -118,10 +128,10 @@ def main():
                             "window": windows, "prefetch": prefetch, "us_a_layer": us, "mb_a_layer": nbytes / 1e6, "floor_us": floor, "ratio": us / floor})
             print(f"{case}, {experts:.0f} experts, clusters of {c}, {chain.grid} blocks, copies of {copy}, {chain.slots} slots, window {':'.join(str(w >> 10) for w in windows)}, "
                   f"prefetch {prefetch}: {us:.2f} us a layer, {us / floor:.2f} x of {nbytes / 1e6:.1f} MB", flush=True)
-        if args.stamps:
-            results[-1]["phases"] = by_phase(chain, kb[0], args.prefetch[-1])
-            for name, times in results[-1]["phases"].items():
-                print(f"    {name:16} " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
+            if args.stamps:
+                results[-1]["phases"] = by_phase(chain, windows, prefetch)
+                for name, times in results[-1]["phases"].items():
+                    print(f"    {name:16} " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
     commit = os.environ.get("K3CUDA_COMMIT") or subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     (Path(os.environ.get("OUT", ".")) / "bench_launch.json").write_text(json.dumps(
         {"command": sys.argv, "commit": commit, "gpu": bench.device.name, "ceiling_tb_s": ceiling / 1e12, "layers": args.layers, "results": results}, indent=1))

@@ -17,7 +17,9 @@ from k3cuda import launch_kinds as lk  # noqa: E402
 from k3cuda import launch_rank as lr  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
-from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps  # noqa: E402
+from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps  # noqa: E402
+from k3cuda.launch_mixes import Mix  # noqa: E402
+from k3cuda.launch_mla import both_kinds, in_place_of_kda, mla_kinds, of_its_sort  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import repack  # noqa: E402
 from k3cuda.runtime.cuda_driver import Module, open_device  # noqa: E402
@@ -32,12 +34,15 @@ WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "
 
 
 class Case:
-    """What is timed. `0` or `16`: products, with as many experts chosen beforehand; `layer`: with mixes, norms and a choice of its own; `layer16`: with 16 forced."""
+    """What is timed. `0` or `16`: products, with as many experts chosen beforehand; `layer`: with mixes, norms and a choice of its own; `layer16`: with 16
+    forced; `mla`, `mla16`: the same with latent attention in KDA's place, over an FP8 cache, `mlabf`, `mlabf16` over one of BF16; `real`, `real16`: layers as the model has
+    them, of both sorts, FP8."""
 
     def __init__(self, text: str):
         self.what, rows = text.split(":")
-        self.rows, self.is_layer = int(rows), self.what.startswith("layer")
-        forced = self.what.removeprefix("layer")
+        kind = next((k for k in ("layer", "mlabf", "mla", "real") if self.what.startswith(k)), "")
+        self.rows, self.is_layer, self.sorts, self.cache = int(rows), bool(kind), kind.removesuffix("bf"), 2 if kind == "mlabf" else 1
+        forced = self.what.removeprefix(kind)
         self.forced, self.chooses = int(forced or 0), self.is_layer and not forced
         self.has_experts = bool(self.forced) or self.chooses
 
@@ -53,8 +58,8 @@ def expert_bytes(kind):
 class Bench:
     """`shape`: what all kernels are built with (launch_source.constants)."""
 
-    def __init__(self, cases, is_plain=False, expert_parts=None, **shape):
-        self.is_plain, self.expert_parts, self.shape = is_plain, expert_parts, shape
+    def __init__(self, cases, is_plain=False, expert_parts=None, merged_rows=MERGED_ROWS, **shape):
+        self.is_plain, self.expert_parts, self.merged_rows, self.shape = is_plain, expert_parts, merged_rows, shape
         self.device = open_device(0)
         self.cfg = K3Config.from_json(RELEASED_FOLDER)
         self.plan = build_plan(self.cfg, TP)
@@ -78,8 +83,14 @@ class Bench:
         if not case.is_layer:
             kinds = parts(lr.with_experts(self.cfg, TP, grid.cluster)) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
             return bp.chain(kinds, layers, case.rows, grid, self.cfg.num_experts_per_token if case.forced else 0)
-        kinds = parts(layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced)))
-        steps = layer_steps(self.plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers))
+        kinds = parts(layer_kinds(self.cfg, TP, grid.cluster, rank_parts=TP, forced=bool(case.forced), merged=case.rows <= self.merged_rows))
+        mla, has = mla_kinds(self.cfg, TP, grid.cluster, rows=case.rows, cache=case.cache, blocks=grid.sms), lambda k, layer: True
+        if case.sorts == "mla":
+            kinds = in_place_of_kda(kinds, mla)
+        elif case.sorts == "real":
+            kinds, has = both_kinds(kinds, mla), of_its_sort(self.cfg, mla)
+        first = next(n for n in range(FIRST_LAYER, self.cfg.num_hidden_layers) if case.sorts != "real" or not self.cfg.is_kda(n))   # of both sorts among few
+        steps = layer_steps(self.plan, kinds, range(first, first + layers), has)
         return bp.program(kinds, steps, case.rows, grid, self.cfg.num_experts_per_token, slots=LAYER_SLOTS)
 
     def source(self, program, copy, ring):
@@ -109,7 +120,7 @@ class Bench:
             self.filler.run("fill_bf16", array, k.nbytes // 2, seed, ctypes.c_float(-bound), ctypes.c_float(bound))
         elif isinstance(k, lk.Route):
             array = cp.asarray(rng.standard_normal(k.experts).astype(np.float32) * np.float32(0.1))
-        elif isinstance(k, lk.Mix):
+        elif isinstance(k, Mix):
             if (k.stage, layer) not in self.mixes:
                 score, weight = (rng.standard_normal(k.n) / k.n ** 0.5).astype(np.float32), stored(1 + 0.3 * rng.standard_normal(k.n), "bf16")
                 self.mixes[k.stage, layer], self.weights[k.stage, layer, "mix"] = (score, weight), (cp.asarray(score), cp.asarray(weight))
@@ -123,13 +134,15 @@ class Bench:
         return array
 
     def layer_bytes(self, chain, experts):
-        """Weights that a layer reads."""
-        return sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in chain.program.kinds)
+        """Weights that a layer reads, and cached positions."""
+        cached = max((made.nbytes for made in chain.mlas.values()), default=0)
+        return cached + sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in chain.program.kinds)
 
-    def prepare(self, sources, options):
-        """Compiles all side by side."""
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda text: [compile_cuda(text, self.device.arch, options=o, name="a chain") for o in options], set(sources)))
+    def prepare(self, sources, options, plain=()):
+        """Compiles all side by side: `sources` with each of the options, `plain` without any."""
+        made = [(text, o) for text in set(sources) for o in options] + [(text, ()) for text in set(plain)]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda it: compile_cuda(it[0], self.device.arch, options=it[1], name="a chain"), made))
 
     def module(self, source, options=()):
         if (source, options) not in self.built:

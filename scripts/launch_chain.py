@@ -11,6 +11,8 @@ from launch_bench import SEED
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/gpu"))
 from core_kernels import KdaMix  # noqa: E402
 from launch_standard import NOT_THERE, KdaLayer, Standard, Struct  # noqa: E402
+from launch_standard_mla import IN_MEMORY, MlaLayer  # noqa: E402
+from mla_device import tensor_map  # noqa: E402
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
@@ -19,6 +21,7 @@ from k3cuda.phases import Grid  # noqa: E402
 from k3cuda.runtime.cuda_driver import Launch, check, driver  # noqa: E402
 
 CHECKED_LAYERS = 3
+CONTEXT = 8192   # positions of latent attention's sequences, about
 
 
 class Chain:
@@ -34,7 +37,7 @@ class Chain:
         self.words, self.result = cp.asarray(p.words), cp.zeros((case.rows, p.output_vectors * 4), cp.uint32)
         self.choices = bench.choices(case, p)
         self.on_device = {layer: cp.asarray(made.view(np.uint8)) for layer, made in self.choices.items()}
-        self.kdas, self.kda_arrays = {}, {}
+        self.kdas, self.kda_arrays, self.mlas, self.mla_arrays = {}, {}, {}, {}
         self.weights = {made: self.weights_of(p.kinds[made[0]], made[1]) for made in dict.fromkeys(p.weights)}
         self.places = cp.asarray([self.weights[made].data.ptr for made in p.weights], dtype=cp.uint64)
         self.exchange, self.counts = cp.full((p.slots, p.slot_vectors * 4), NOT_THERE, cp.uint32), cp.zeros(ls.COUNT_BYTES // 4, cp.uint32)
@@ -44,12 +47,23 @@ class Chain:
         """What a phase's weights point to, on the device."""
         if isinstance(k, lk.ForcedChoice):
             return self.on_device[layer]
+        if isinstance(k, IN_MEMORY):
+            return self.mla_of(layer)["launch"]
         if not isinstance(k, lk.Kda):
             return self.bench.weights_of(k, layer)
         made = self.kdas[layer] = KdaLayer(k, self.case.rows, (SEED, layer))
         values = made.fields(self.case.rows, k.heads, eps=self.bench.cfg.rms_norm_eps, **made.records)
         arrays = self.kda_arrays[layer] = {n: cp.asarray(v) for n, v in values.items() if isinstance(v, np.ndarray)}
         return cp.asarray(np.frombuffer(KdaMix(**values | {n: v.data.ptr for n, v in arrays.items()}), np.uint8))
+
+    def mla_of(self, layer):
+        """Arrays of a latent attention layer on the device, and its LaunchMla."""
+        if layer not in self.mlas:
+            made = self.mlas[layer] = MlaLayer(self.program.kinds, self.case.rows, CONTEXT, (SEED, layer))
+            at = self.mla_arrays[layer] = {n: cp.asarray(v) for n, v in made.arrays().items()}
+            at["map"] = tensor_map(at["cache"])
+            at["launch"] = cp.asarray(made.weights(at, lambda a: a.data.ptr))
+        return self.mla_arrays[layer]
 
     def fits(self, source):
         """(blocks that are resident at once, clusters that the device says fit)."""
@@ -62,11 +76,11 @@ class Chain:
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
     def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
-        """`windows`: bytes in flight, while waiting, and of the first kind with weights if that has another."""
+        """`windows`: bytes in flight, and of the first kind with weights if that has another."""
         names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
                  "record": record, "stamps": stamps}
         bench = self.bench
-        args = ls.arguments(self.program, **dict(zip(("window", "waiting_window", "first_window"), windows)), prefetch=prefetch, limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
+        args = ls.arguments(self.program, **dict(zip(("window", "first_window"), windows)), prefetch=prefetch, limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
                             situ=bench.situ, routed_scale=bench.cfg.routed_scaling_factor, norm_eps=bench.cfg.rms_norm_eps, block_rows=bp.MAX_TOKENS,
                             **{n: a.data.ptr for n, a in names.items() if a is not None})
         return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=bench.timer.raw, cluster=self.cluster,
@@ -94,7 +108,9 @@ class Chain:
             hidden, blocks = bench.hidden_before.get(), bench.blocks_before.get()
             for layer, made in self.kdas.items():
                 made.records = {n: self.kda_arrays[layer][n].get() for n in made.records}
-            for _, name, wrong, _ in standard.walk(device, record, self.weights, self.x.get(), hidden, blocks, bench.mixes, self.choices, self.kdas):
+            for layer, made in self.mlas.items():
+                made.after = self.mla_arrays[layer]["cache"].get()
+            for _, name, wrong, _ in standard.walk(device, record, self.weights, self.x.get(), hidden, blocks, bench.mixes, self.choices, self.kdas, self.mlas):
                 differ[name] = differ.get(name, 0) + wrong
             differ["prefix sums"] = differ.get("prefix sums", 0) + int((bench.hidden.get() != hidden).sum() + (bench.blocks.get() != blocks).sum())
             last, result = standard.made(p.phases - 1)[0], self.result.get()
@@ -104,8 +120,7 @@ class Chain:
         return differ, float(final.std()), bool((self.exchange == NOT_THERE).all())
 
     def standard(self):
-        bench = self.bench
-        return Standard(self.program, bench.device.sms, True, bench.situ, bench.cfg.routed_scaling_factor, bench.cfg.rms_norm_eps)
+        return standard_of(self.bench, self.program)
 
     def experts_read(self, windows):
         """Distinct experts of a layer, the mean of all."""
@@ -148,11 +163,20 @@ class Chain:
         return None
 
 
+def standard_of(bench, program):
+    """The standard path's kernels beside a program."""
+    return Standard(program, bench.device.sms, True, bench.situ, bench.cfg.routed_scaling_factor, bench.cfg.rms_norm_eps)
+
+
 class GpuDevice:
     """Runs kernels of tests/gpu/launch_standard.py on NumPy arrays; weights lie on the device already."""
 
     def __init__(self, bench, module):
         self.bench, self.module = bench, module
+
+    def tensor_map(self, cache):
+        self.mapped = cp.asarray(cache)   # which the map only points to
+        return tensor_map(self.mapped)
 
     def run(self, name, grid, threads, values, shared, cluster):
         if threads is None:

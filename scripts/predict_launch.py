@@ -7,7 +7,8 @@ from k3cuda import launch_kinds as lk
 from k3cuda import launch_rank as lr
 from k3cuda import timeline
 from k3cuda.config import RELEASED_FOLDER, K3Config
-from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps
+from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps
+from k3cuda.launch_mixes import CLOSED, OUT, SUMS, Mix
 from k3cuda.phases import ARRANGEMENTS, Grid
 from k3cuda.plan import build_plan
 from k3cuda.runtime.repack import leaf_bytes
@@ -15,11 +16,11 @@ from k3cuda.schedule import Schedule, build, deal
 
 CHAINS = (("products", 0, 1), ("products", 0, 8), ("products", 16, 1), ("products", 107, 8), ("layer", 16, 1), ("layer", 107, 8))   # what, distinct experts, rows
 FIRST_LAYER = 36                                  # of whole layers: the first one opens a block, three are closed then
-ROUNDS = {lk.CLOSED: "mix_closed", lk.SUMS: "mix_sums", lk.OUT: "mix_out"}
+ROUNDS = {CLOSED: "mix_closed", SUMS: "mix_sums", OUT: "mix_out"}
 BLOCKS = {1: 132, 2: 132, 4: 120}                 # of clusters that an H200 holds at once
 COPY = 7680                                       # bytes of a bulk copy at most
 # (cluster, rows): copies that the kernel of 21 whole layers has room for (tests/test_predict_launch.py).
-SLOTS = {(2, 1): 17, (2, 8): 13, (4, 1): 16, (4, 8): 11}
+SLOTS = {(2, 1): 25, (2, 8): 15, (4, 1): 24, (4, 8): 13}
 LAYERS = 9                                        # steady by the fourth: layers 4 to 7 are one period
 CASES = {"1 row": (1, 16, "all carried"), "8 rows": (8, 107, "both mixes phases")}
 HALF = {name: (few / 2, more / 2) for name, (few, more) in timeline.OWN.items()}
@@ -48,7 +49,7 @@ def chain_program(plan, what, experts, rows, cluster, layers):
     """What scripts/bench_launch.py runs."""
     cfg, grid = plan.cfg, Grid(sms=BLOCKS[cluster], cluster=cluster, copy=COPY)
     if what == "layer":
-        kinds = layer_kinds(cfg, 16, cluster, rank_parts=16, forced=False)
+        kinds = layer_kinds(cfg, 16, cluster, rank_parts=16, forced=False, merged=rows <= MERGED_ROWS)
         grid = dataclasses.replace(grid, ring=SLOTS[cluster, rows] * COPY)
         return bp.program(kinds, layer_steps(plan, kinds, range(FIRST_LAYER, FIRST_LAYER + layers)), rows, grid, cfg.num_experts_per_token, slots=LAYER_SLOTS)
     kinds = lr.with_experts(cfg, 16, cluster) if experts else lr.dense_products(cfg, 16, cluster)
@@ -62,7 +63,8 @@ def chain_us(plan, what, experts, rows, cluster):
     phases = []
     for (kind, _), phase in zip(program.weights, program.schedule.phases):
         k, units = program.kinds[kind], phase.units
-        does = (ROUNDS[k.round],) if isinstance(k, lk.Mix) else ("kda_head",) if isinstance(k, lk.Kda) else ()
+        does = (ROUNDS[k.round],) if isinstance(k, Mix) else ("kda_head",) if isinstance(k, lk.Kda) else ()
+        does = ("mix_out",) if isinstance(k, lk.Product) and k.norm else does
         does = ("choose", "expert_up") if what == "layer" and isinstance(k, lk.ExpertUp) else does
         steps = 2 * k.groups if k.is_chosen else getattr(k, "steps", 0)
         if k.is_chosen:

@@ -11,12 +11,15 @@ from shim import host
 sys.path.append(str(Path(__file__).parent / "gpu"))
 from core_kernels import KdaMix  # noqa: E402
 from launch_standard import NOT_THERE, KdaLayer  # noqa: E402
+from launch_standard_mla import IN_MEMORY, MlaLayer  # noqa: E402
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.launch_kinds import Field  # noqa: E402
 from k3cuda.launch_layer import LAYER_SLOTS, layer_steps  # noqa: E402
+from k3cuda.launch_mixes import mix_rounds, normed_reads  # noqa: E402
+from k3cuda.launch_mla import HeadProduct, MlaAttend, MlaCombine, MlaNorm, NormedProduct  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 SITU, ROUTED_SCALE, NORM_EPS = (1.5, 2.5), 1.25, 1e-5
@@ -28,30 +31,52 @@ UP, DOWN = lk.ExpertUp("up", 4, 4, 3), lk.ExpertDown("down", 6, 2)
 WITH_EXPERTS = (PRODUCTS[0], lk.ForcedChoice("choice", EXPERTS), UP, DOWN)
 
 
-def small_layer():
-    """A layer's kinds with sizes that three blocks without clusters can do: leaves and steps are the kinds' own, not of one model."""
+def small_layer(merged=False):
+    """A layer's kinds with sizes that three blocks without clusters can do: leaves and steps are the kinds' own, not of one model. `merged`: as layer_kinds'."""
     kind = lambda k, reads, *fields, **more: type(k)(**{n: getattr(k, n) for n in k.__dataclass_fields__} | more | {"reads": tuple(reads.split()), "fields": fields})
-    closed, *ffn_mix = lk.mix_rounds("ffn_mix", HIDDEN, RANKS, CLOSED, "attn_parts", Field("ffn_in", "bf16", HIDDEN, HIDDEN))
+    rounds = lambda name, n, parts, blocks, reads, out, row: mix_rounds(name, n, parts, blocks, reads, *((None, 16) if merged else (Field(out, "bf16", n, row),)))
+    attn_mix = rounds("attn_mix", HIDDEN, 1, CLOSED, "ffn_out", "attn_in", HIDDEN)
+    closed, *ffn_mix = rounds("ffn_mix", HIDDEN, RANKS, CLOSED, "attn_parts", "ffn_in", HIDDEN)
+    routed_norm = rounds("routed_norm", LATENT, RANKS, 0, "routed_parts", "routed_normed", 512)
+    norm = lambda mix: mix[-1] if merged else None
+    of = lambda mix: " ".join(normed_reads(mix[-1])) if merged else mix[-1].fields[0].name
     return (
-        *lk.mix_rounds("attn_mix", HIDDEN, 1, CLOSED, "ffn_out", Field("attn_in", "bf16", HIDDEN, HIDDEN)),
-        kind(lk.Product("kda_in", 67, 16, 2), "attn_in", Field("kda_f_a", "bf16", DIM // RANKS, DIM), Field("kda_beta", "f32", 4, 4),
+        *attn_mix,
+        kind(lk.Product("kda_in", 67, 16, 2, norm=norm(attn_mix)), of(attn_mix), Field("kda_f_a", "bf16", DIM // RANKS, DIM), Field("kda_beta", "f32", 4, 4),
              Field("kda_qkv", "bf16", 3 * HEADS * DIM, 3 * HEADS * DIM), Field("kda_out_gate", "f32", HEADS * DIM, HEADS * DIM), firsts=(0, 2, 3, 51)),
         closed,
         lk.Kda("kda_mix", HEADS, DIM, 4, reads=("kda_f_a", "kda_beta", "kda_qkv", "kda_out_gate"), fields=(Field("mixer_out", "bf16", HEADS * DIM, HEADS * DIM),)),
         kind(lk.Product("o_proj", HIDDEN // 16, 1, 16), "mixer_out", Field("attn_parts", "f32", HIDDEN, HIDDEN * RANKS)),
         *ffn_mix,
-        kind(lk.Product("moe_in", 11, 16, 2), "ffn_in", Field("shared_gate_up", "f32", 64, 64), Field("router_logits", "f32", EXPERTS // RANKS, EXPERTS),
+        kind(lk.Product("moe_in", 11, 16, 2, norm=norm(ffn_mix)), of(ffn_mix), Field("shared_gate_up", "f32", 64, 64), Field("router_logits", "f32", EXPERTS // RANKS, EXPERTS),
              Field("moe_latent", "bf16", 96, UP.inputs), firsts=(0, 4, 5)),
         lk.Route("route", EXPERTS, TOP_K, reads=("router_logits",)),
-        kind(lk.Product("shared_down", HIDDEN // 16, 1, 2), "shared_gate_up", Field("shared_partial", "f32", HIDDEN, HIDDEN), situ=True),
         kind(UP, "moe_latent", Field("expert_act", "bf16", UP.outputs, UP.outputs)),
         kind(DOWN, "expert_act", Field("routed_parts", "f32", LATENT, LATENT * RANKS)),
-        *lk.mix_rounds("routed_norm", LATENT, RANKS, 0, "routed_parts", Field("routed_normed", "bf16", LATENT, 512)),
-        kind(lk.Product("latent_up", HIDDEN // 16 // RANKS, 16, 2), "routed_normed shared_partial", Field("ffn_out", "f32", HIDDEN // RANKS, HIDDEN), adds=RANKS),
+        kind(lk.Product("shared_down", HIDDEN // 16, 1, 2), "shared_gate_up", Field("shared_partial", "f32", HIDDEN, HIDDEN), situ=True, beside=True),
+        *routed_norm,
+        kind(lk.Product("latent_up", HIDDEN // 16 // RANKS, *((1, 6) if merged else (16, 2)), norm=norm(routed_norm)), f"{of(routed_norm)} shared_partial", Field("ffn_out", "f32", HIDDEN // RANKS, HIDDEN), adds=RANKS),
     )
 
 
-def small_steps(kinds, opening=(True, False, True)):
+def small_mla(rows, cache, blocks=BLOCKS):
+    """Latent attention in the place of KDA in small_layer, over a cache of so many bytes a value."""
+    query, latent, rope, nope = 512, 128, 64, 128
+    own = lambda name, dtype, n: Field(name, dtype, n, n)
+    attend = MlaAttend("mla_attend", HEADS, latent, rope, cache, rows, reads=("mla_q_absorbed", "mla_written"), fields=(own("mla_attended", "f32", 4 * blocks),))
+    return (
+        lk.Product("mla_in", 27, 16, 2, reads=("attn_in",), firsts=(0, 8, 11), fields=(Field("mla_q_a", "f32", query // RANKS, query),
+                   Field("mla_kv_a", "f32", (latent + rope) // RANKS, latent + rope), own("mla_out_gate", "f32", HEADS * DIM))),
+        NormedProduct("mla_q", HEADS * (nope + rope) // 16, 16, 2, reads=("mla_q_a",), fields=(own("mla_q", "bf16", HEADS * (nope + rope)),)),
+        MlaNorm("mla_norm", latent, rope, cache, reads=("mla_kv_a",), fields=(own("mla_written", "f32", 4),)),
+        HeadProduct("mla_absorb", HEADS * latent // 16, 4, 2, heads=HEADS, rope=rope, reads=("mla_q",), fields=(own("mla_q_absorbed", "bf16", HEADS * (latent + rope)),)),
+        attend,
+        MlaCombine("mla_combine", attend, reads=("mla_attended",), fields=(own("mla_o_latent", "bf16", HEADS * latent),)),
+        HeadProduct("mla_out", HEADS * DIM // 16, 8, 1, heads=HEADS, gated=True, reads=("mla_o_latent", "mla_out_gate"), fields=(own("mixer_out", "bf16", HEADS * DIM),)),
+    )
+
+
+def small_steps(kinds, opening=(True, False, True), has=lambda k, layer: True):
     """Phases of as many layers as are named; those that open a block close the sum before it."""
     ops, closed = [], 0
     for layer, opens in enumerate(opening):
@@ -59,20 +84,20 @@ def small_steps(kinds, opening=(True, False, True)):
         closed += opens
         ops.append(SimpleNamespace(stage=SimpleNamespace(name="ffn_mix"), layer=layer, num_blocks=closed))
     plan = SimpleNamespace(ops=ops, cfg=SimpleNamespace(opens_res_block=lambda layer: opening[layer]))
-    return layer_steps(plan, kinds, range(len(opening)))
+    return layer_steps(plan, kinds, range(len(opening)), has)
 
 
 class Case:
     """A program, its library, and everything that a launch of it reads."""
 
-    def __init__(self, folder, kinds, rows, layers=3, seed=0, blocks=BLOCKS, cluster=1, stress=False):
-        """`stress`: delays at random in blocks and warps."""
+    def __init__(self, folder, kinds, rows, layers=3, seed=0, blocks=BLOCKS, cluster=1, stress=False, opening=(True, False, True), has=lambda k, layer: True, context=0, defines=()):
+        """`stress`: delays at random in blocks and warps. `opening`, `has`, `context`: as of small_steps and MlaLayer."""
         self.rows, grid = rows, Grid(sms=blocks, cluster=cluster)
         is_layer = kinds[0].fields
         top_k = TOP_K if any(isinstance(k, lk.ExpertUp) for k in kinds) else 0
-        self.program = p = bp.program(kinds, small_steps(kinds), rows, grid, top_k, slots=LAYER_SLOTS) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
-        self.library = host.build("#define K3_STRESS\n" * stress + ls.source(p, ring=24 * 1024, copy=2048), ["product_chain"], folder)
-        self.rng, self.weights, self.mixes, self.choices, self.kdas = np.random.default_rng(seed), {}, {}, {}, {}
+        self.program = p = bp.program(kinds, small_steps(kinds, opening, has), rows, grid, top_k, slots=LAYER_SLOTS) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
+        self.library = host.build("#define K3_STRESS\n" * stress + "".join(f"#define {d}\n" for d in defines) + ls.source(p, ring=40 * 1024, copy=4096), ["product_chain"], folder)
+        self.rng, self.weights, self.mixes, self.choices, self.kdas, self.mlas, self.context = np.random.default_rng(seed), {}, {}, {}, {}, {}, context
         self.hidden = self.rng.standard_normal((BLOCK_ROWS, HIDDEN)).astype(np.float32)
         self.blocks = np.full((CLOSED, BLOCK_ROWS, HIDDEN), np.nan, np.float32)   # closed ones are made in the launch
         for kind, layer in dict.fromkeys(p.weights):
@@ -102,6 +127,14 @@ class Case:
             made = self.kdas[layer] = KdaLayer(k, self.rows, (layer, self.rows))
             values = made.fields(self.rows, k.heads, eps=NORM_EPS, **made.records)
             return np.frombuffer(KdaMix(**{n: v.ctypes.data if isinstance(v, np.ndarray) else v for n, v in values.items()}), np.uint8)
+        if isinstance(k, IN_MEMORY):
+            if layer not in self.mlas:
+                made = self.mlas[layer] = MlaLayer(self.program.kinds, self.rows, self.context, (layer, self.rows))
+                made.here = made.arrays()
+                made.after = made.here["cache"]
+                made.here["map"] = host_map(made.after)
+                made.launched = made.weights(made.here, lambda a: a.ctypes.data)
+            return self.mlas[layer].launched
         if (k.stage, layer) not in self.mixes:
             self.mixes[k.stage, layer] = (rng.standard_normal(k.n) / np.sqrt(k.n)).astype(np.float32), u.to_bf16(1 + 0.3 * rng.standard_normal(k.n))
         score, weight = self.mixes[k.stage, layer]
@@ -110,6 +143,14 @@ class Case:
 
     def launch(self, **more):
         return launched(self.library, self.program, self.weights, self.input, block_rows=BLOCK_ROWS, **more)
+
+
+def host_map(cache):
+    """The shim's map of a cache [pages, 64, dim]: address, bytes of a row, bytes of a block."""
+    room = np.zeros(32, np.uint64)
+    start = -room.ctypes.data % 64 // 8
+    room[start:start + 3] = cache.ctypes.data, cache.shape[2] * cache.itemsize, 64 * cache.itemsize
+    return room[start:start + 16]
 
 
 def linked(y, row):
@@ -129,7 +170,7 @@ def launched(library, program, weights, x, launches=1, record=None, limit_ns=100
     words = program.words if words is None else words
     names = dict(weights=places, programs=words, input=x, exchange=exchange, result=result, counts=counts, trouble=trouble, record=record)
     addresses = {n: a.ctypes.data for n, a in names.items() if a is not None}
-    args = ls.arguments(program, window=4096, waiting_window=2048, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE,
+    args = ls.arguments(program, window=4096, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE,
                         norm_eps=NORM_EPS, block_rows=block_rows, **addresses)
     for launch in range(launches):
         pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3
@@ -139,6 +180,8 @@ def launched(library, program, weights, x, launches=1, record=None, limit_ns=100
 
 class HostDevice:
     """Runs kernels of tests/gpu/launch_standard.py."""
+
+    tensor_map = staticmethod(host_map)
 
     def __init__(self, library):
         self.library = library

@@ -22,6 +22,8 @@ from k3cuda import launch_source as ls
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.errors import PlanError
 from k3cuda.launch_layer import LAYER_SLOTS, layer_kinds, layer_steps
+from k3cuda.launch_mixes import OUT, SUMS, Mix
+from k3cuda.launch_mla import MlaAttend
 from k3cuda.phases import Grid
 from k3cuda.plan import build_plan
 from k3cuda.reference import FUNCTIONS
@@ -42,7 +44,7 @@ class Walked:
         folder.mkdir()
         library = host.build(self.standard.text, self.standard.kernels, folder)
         self.differ = {}
-        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices, case.kdas):
+        for _, name, wrong, values in self.standard.walk(HostDevice(library), self.record, case.weights, case.input, hidden, blocks, case.mixes, case.choices, case.kdas, case.mlas):
             before = self.differ.get(name, (0, 0))
             self.differ[name] = before[0] + wrong, before[1] + values
         self.hidden, self.blocks = hidden, blocks
@@ -50,7 +52,7 @@ class Walked:
 
 def check_bytes(case, walked):
     kinds = case.program.kinds
-    inner = {k.name for k in kinds if isinstance(k, lk.ForcedChoice) or isinstance(k, lk.Mix) and k.round != lk.OUT}   # what follows from them is compared
+    inner = {k.name for k in kinds if isinstance(k, (lk.ForcedChoice, MlaAttend)) or isinstance(k, Mix) and k.round != OUT}   # what follows from them is compared
     assert set(walked.differ) == {k.name for k in kinds} - inner
     assert not {name: found for name, found in walked.differ.items() if found[0]} and all(values for _, values in walked.differ.values())
     assert (walked.exchange == NOT_THERE).all()                 # as the next launch must find it
@@ -63,8 +65,9 @@ def check_bytes(case, walked):
 
 
 @shim
-@pytest.mark.parametrize("kinds, rows", [(PRODUCTS, 1), (PRODUCTS, 3), (PRODUCTS, 8), (WITH_EXPERTS, 1), (WITH_EXPERTS, 8), (small_layer(), 1), (small_layer(), 8)],
-                         ids=lambda v: str(v) if isinstance(v, int) else {3: "products", 4: "experts"}.get(len(v), "layer"))
+@pytest.mark.parametrize("kinds, rows", [(PRODUCTS, 1), (PRODUCTS, 3), (PRODUCTS, 8), (WITH_EXPERTS, 1), (WITH_EXPERTS, 8), (small_layer(), 1), (small_layer(), 8), (small_layer(merged=True), 1),
+                                         (small_layer(merged=True), 3)],
+                         ids=lambda v: str(v) if isinstance(v, int) else {3: "products", 4: "experts", 14: "merged"}.get(len(v), "layer"))
 def test_the_bytes_of_the_standard_path(tmp_path, kinds, rows):
     case = Case(tmp_path, kinds, rows)
     walked = Walked(case, tmp_path / "standard")
@@ -86,7 +89,7 @@ def test_a_layers_own_phases_against_the_reference(tmp_path):
         k, read, made = case.program.kinds[kind], lambda i: walked.standard.read(phase, i), walked.standard.made(phase)
         if k.name.endswith("_sums"):
             parts = read(0).reshape(3, k.rank_parts, k.n).transpose(1, 0, 2)
-        elif isinstance(k, lk.Mix) and k.round == lk.OUT:
+        elif isinstance(k, Mix) and k.round == OUT:
             score, weight = case.mixes[k.name, layer]
             ones = np.ones_like(score)
             b = SimpleNamespace(hidden=hidden, res_blocks=blocks, ffn_out=parts[0], attn_parts=parts, routed_parts=parts, attn_in=np.zeros((3, k.n), np.float32))
@@ -121,6 +124,7 @@ def test_a_layers_own_phases_against_the_reference(tmp_path):
 def test_no_value_looks_as_if_it_were_not_there(tmp_path):
     """F32 as stored, but for the one value whose bits say so: its neighbour. BF16 without -0."""
     library = host.build("""#define K3_POLL 0
+#define K3_WATCH_ONE 0
 #include "launch_exchange.cuh"
 extern "C" __global__ void pack(const float* v, uint4* floats, uint4* halves) {
   const int lane = threadIdx.x;
@@ -212,16 +216,16 @@ def test_programs_of_the_released_shapes(cluster, rows):
         assert used[phase].argmax() == used[phase - bp.SLOTS].argmax()
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-def test_the_program_of_a_released_layer(rows):
+@pytest.mark.parametrize(("rows", "merged"), [(1, False), (1, True), (8, False)])
+def test_the_program_of_a_released_layer(rows, merged):
     """Slots hold what their readers want for as long as they want it, and what stays in a block is found there again."""
     cfg = K3Config.from_json(RELEASED_FOLDER)
-    kinds = layer_kinds(cfg, 16, 2, rank_parts=16, forced=False)
+    kinds = layer_kinds(cfg, 16, 2, rank_parts=16, forced=False, merged=merged)
     steps = layer_steps(build_plan(cfg, 16), kinds, range(11, 15))   # the thirteenth layer opens a block
     program = bp.program(kinds, steps, rows, Grid(sms=132, cluster=2), 16, slots=LAYER_SLOTS)
-    assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (lk.Mix, lk.Kda)))
-    assert [s.extra for s in steps if s.name == "attn_mix"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix"] == [1, 2, 2, 2]
-    homes = {}
+    assert all(program.most[i] == 1 for i, k in enumerate(kinds) if isinstance(k, (Mix, lk.Kda)))
+    assert [s.extra for s in steps if s.name == "attn_mix_sums"] == [1, 1 | 1 << 4, 2, 2] and [s.extra for s in steps if s.name == "ffn_mix_sums"] == [1, 2, 2, 2]
+    homes, has = {}, {}   # has: (kind, phase) -> units of every block
     for block, phases in enumerate(words_of(program)):
         owner, cleaned = {}, {}
         for phase, (kind, _, reads, out, clears, needs, units) in enumerate(phases):
@@ -235,13 +239,24 @@ def test_the_program_of_a_released_layer(rows):
             if out != bp.NO_SLOT:
                 assert owner.get(out) is None and needs >= cleaned.get(out, 0)   # all that lay there is gone
                 owner[out] = phase
-            if isinstance(k, lk.Mix):
+            if isinstance(k, Mix):
                 homes.setdefault((k.n, k.blocks), {}).setdefault(block, set()).add(tuple(units))
             assert not (isinstance(k, lk.Kda) and units and block < 8 * rows)   # elsewhere than mixes
+            has.setdefault((k.name, phase), {})[block] = len(units)
         assert all(left is None for left in owner.values())                # everything is cleared in the end
+    of = lambda name: next(units for (kind, _), units in has.items() if kind == name)
+    assert all(not (of("moe_down")[block] and of("shared_down")[block]) for block in range(132)) and max(of("shared_down").values()) == 23
+    for product, reader in (("kda_in", "kda_mix"), ("o_proj", "ffn_mix_sums"), ("latent_up", "attn_mix_sums")):   # the fewest where its reader is at home
+        busy = [of(product)[block] for block in range(132) if of(reader)[block]]
+        assert max(busy) == min(of(product).values()) or (product, rows) == ("kda_in", 8)   # more blocks than have fewer tiles
     assert all(len(units) == 1 for of_blocks in homes.values() for units in of_blocks.values())
     for a, b in zip(steps, steps[1:]):
-        assert (a.name == "attn_mix_sums") <= (b.name == "attn_mix")       # what it finds in shared memory is of the phase before
+        if merged:                                                         # where its norm's weights are found, and whether something is mixed in
+            assert (a.name == "attn_mix_sums") <= (b == bp.Step("kda_in", a.layer, 1 | 1 << 4))
+        else:
+            assert (a.name == "attn_mix_sums") <= (b.name == "attn_mix")   # what it finds in shared memory is of the phase before
+    if merged:
+        assert [s.extra for s in steps if s.name == "latent_up"] == [2, 2, 2, 1]   # the last layer has no closed round of a next one before it
     ahead = [steps.index(next(s for s in steps if s.name == "attn_mix_closed" and s.layer == layer)) for layer in (12, 13)]
     assert all(steps[at + 1].name == "latent_up" for at in ahead)
 
@@ -262,14 +277,14 @@ def test_what_the_kernel_cannot_do_is_refused():
     with pytest.raises(PlanError, match="rows of 6 values"):
         lk.Field("odd", "f32", 6, 6)
     with pytest.raises(PlanError, match="slices of 20 values"):
-        lk.Mix("odd", lk.SUMS, 20, RANKS, 0, stage="odd").kind(2048, 1)
+        Mix("odd", SUMS, 20, RANKS, 0, stage="odd").kind(2048, 1)
 
 
 def test_a_field_that_nobody_has_made_is_refused():
     """The launch has one input; only scores of closed blocks may be missing, where there are none."""
     kinds = small_layer()
     program = lambda kinds, steps: bp.program(kinds, steps, 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
-    steps = [bp.Step(k.name, 0, int(isinstance(k, lk.Mix))) for k in kinds]
+    steps = [bp.Step(k.name, 0, int(isinstance(k, Mix))) for k in kinds]
     at = {step.name: i for i, step in enumerate(steps)}
     swapped = list(steps)
     swapped[at["kda_mix"]], swapped[at["o_proj"]] = steps[at["o_proj"]], steps[at["kda_mix"]]
@@ -291,10 +306,10 @@ def test_the_first_window_is_that_of_the_first_kind_with_weights(tmp_path):
     for name, kinds, first in (("layer", small_layer(), "kda_in"), ("chain", lk.linked(PRODUCTS), "wide")):
         program = bp.program(kinds, [bp.Step(k.name, 0) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
         (folder := tmp_path / name).mkdir()
-        text = ls.constants(program, ring=24 * 1024, copy=2048) + 'extern "C" int first[1] = {product_chain_shape::kFirstStreaming};\n'
+        text = ls.constants(program, ring=40 * 1024, copy=4096) + 'extern "C" int first[1] = {product_chain_shape::kFirstStreaming};\n'
         assert kinds[host.constants(host.build(text, [], folder), "first", 1)[0]].name == first
         for said, found in ((6144, 6144), (0, 0), (None, 4096)):
-            assert ls.arguments(program, window=4096, waiting_window=2048, first_window=said, counts=0).first_window == found
+            assert ls.arguments(program, window=4096, first_window=said, counts=0).first_window == found
 
 
 @shim
@@ -302,6 +317,6 @@ def test_what_a_kernel_is_built_with_must_be_said(tmp_path):
     """No default stands in a header for what launch_source defines."""
     text = ls.constants(bp.chain(PRODUCTS, 1, 1, Grid(sms=BLOCKS)), ring=24 * 1024, copy=2048)
     assert host.build(text, [], tmp_path)
-    for name in ("K3_RECEIVE_BATCH", "K3_POLL"):
+    for name in ("K3_RECEIVE_BATCH", "K3_POLL", "K3_WATCH_ONE"):
         with pytest.raises(AssertionError, match=name):
             host.build("".join(line for line in text.splitlines(True) if not line.startswith(f"#define {name}")), [], tmp_path)

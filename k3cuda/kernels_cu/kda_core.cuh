@@ -29,7 +29,7 @@ struct KdaMix {
 
 template <class S>
 struct KdaMixSmem {
-  uint4 f_b[S::kTiles][S::kSteps][kWarpSize];
+  uint4 f_b[S::kHeldTiles][S::kSteps][kWarpSize];
   f32x4 taps[S::kChannels];
   float q[S::kBatch][S::kDim], k[S::kBatch][S::kDim], fade[S::kBatch][S::kDim];
   float v[S::kBatch][S::kSlice], o[S::kBatch][S::kSlice];
@@ -37,6 +37,11 @@ struct KdaMixSmem {
   float bias[S::kDim], norm[S::kSlice], beta[S::kBatch];
   float squares[2][S::kBatch][S::kSplit];       // of o, by slice; two, so that a fast block can't overwrite what a slow one reads
   u64 inbox[2];
+};
+
+// Where a tile of f_b lies: [step][lane]. Only the lane that loads an operand reads it.
+struct KdaHeld {
+  template <class M> K3_DEVICE auto& operator()(M& m, int tile) const { return m.f_b[tile]; }
 };
 
 // Where vector `i` of a row's conv inputs lies in [3][stride], for this head and slice.
@@ -49,15 +54,15 @@ K3_DEVICE size_t kda_vector_at(int i, int stride, int head, int part) {
 
 // Weights. f_b's rows lie as MMA operands, each lane's own words (row g, then
 // row g + 8); inside a chunk of 16 inputs lane 4 g + t holds inputs 4 t to 4 t + 3, on both sides.
-template <class S, class Team = WholeBlock>
-K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, const Team& team = {}) {
+template <class S, class Team = WholeBlock, class FB = KdaHeld>
+K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, const Team& team = {}, const FB& f_b = {}) {
   const int tid = team.thread();
   for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
     const bf16* p = a.f_b + (size_t(head) * S::kDim + tile * 16 + team.lane() / 4) * S::kDim + team.lane() % 4 * 4;
     K3_UNROLL
     for (int s = 0; s < S::kSteps; ++s) {
-      copy_async<8>(&m.f_b[tile][s][team.lane()].x, p + s * 16);
-      copy_async<8>(&m.f_b[tile][s][team.lane()].z, p + 8 * S::kDim + s * 16);
+      copy_async<8>(&f_b(m, tile)[s][team.lane()].x, p + s * 16);
+      copy_async<8>(&f_b(m, tile)[s][team.lane()].z, p + 8 * S::kDim + s * 16);
     }
   }
   for (int c = tid; c < S::kChannels; c += S::kThreads) {
@@ -146,8 +151,8 @@ K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, i
 }
 
 // f + dt_bias of every key channel, where the decay will stand. Its tiles go to the last warps, the conv's channels to the first.
-template <class S, class Team = WholeBlock>
-K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team = {}) {
+template <class S, class Team = WholeBlock, class FB = KdaHeld>
+K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team = {}, const FB& f_b = {}) {
   int g = team.lane() / 4, t = team.lane() % 4;
   const bf16* x = &m.inputs[(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;
   for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
@@ -157,7 +162,7 @@ K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team 
       K3_UNROLL
       for (int e = 0; e < 4; ++e) leaf[s][e] = 0;
       uint2 f = g < n ? *(const uint2*)(x + s * 16) : uint2{0, 0};
-      uint4 w = m.f_b[tile][s][team.lane()];
+      uint4 w = f_b(m, tile)[s][team.lane()];
       mma(leaf[s], uint4{w.x, w.z, w.y, w.w}, f.x, f.y);
     }
     K3_UNROLL

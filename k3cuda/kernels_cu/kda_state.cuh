@@ -7,8 +7,9 @@
 #include "exchange.cuh"
 
 // kSplit: blocks a head (one cluster). kCols: value columns of a thread that holds state. kThreads: of a block; those beyond the
-// holders help with everything but the recurrence. kGroups: lanes of a warp that share columns, each with every kGroups-th leaf.
-template <int kDim_, int kWidth_, int kSplit_, int kCols_, int kThreads_ = 0, int kGroups_ = 8>
+// holders help with everything but the recurrence. kBatch: rows at a time, up to 8, the width of one MMA. kGroups: lanes of a warp that share
+// columns, each with every kGroups-th leaf.
+template <int kDim_, int kWidth_, int kSplit_, int kCols_, int kThreads_ = 0, int kBatch_ = 8, int kGroups_ = 8>
 struct KdaShape {
   static constexpr int kDim = kDim_, kHistory = kWidth_ - 1, kWidth = kWidth_, kSplit = kSplit_, kCols = kCols_;
   static constexpr int kGroups = kGroups_, kLaneCols = kWarpSize / kGroups;   // of keys, and of columns: lane / kLaneCols, lane % kLaneCols
@@ -16,16 +17,17 @@ struct KdaShape {
   static constexpr int kSlice = kDim / kSplit;
   static constexpr int kHolders = kGroups * kSlice / kCols;
   static constexpr int kThreads = kThreads_ > kHolders ? kThreads_ : kHolders, kWarps = kThreads / kWarpSize;
-  static constexpr int kBatch = 8;                         // rows: the width of one MMA
-  static constexpr int kTiles = kDim / 16, kSteps = kDim / 16;
+  static constexpr int kBatch = kBatch_;
+  static constexpr int kTiles = kDim / 16, kSteps = kDim / 16, kHeldTiles = kTiles;   // kHeldTiles: of f_b, in KdaMixSmem
   static constexpr int kChannels = 2 * kDim + kSlice;      // q and k whole, v of the slice
-  static constexpr int kRing = 16;                         // rows of conv inputs: a batch and the history before it
+  static constexpr int kRing = kBatch > 4 ? 16 : kBatch > 1 ? 8 : 4;   // rows of conv inputs: a batch and the history before it
   static constexpr int kInputs = kChannels + kDim;         // conv inputs of a row, then its low-rank decay
   static constexpr int kRowVectors = kInputs / 8, kConvVectors = kChannels / 8;   // of 16 bytes
   static constexpr int kVectors = (kBatch * kRowVectors + kThreads - 1) / kThreads;
   static constexpr int kGates = (kBatch * kSlice + kThreads - 1) / kThreads;
   static_assert(kDim == 4 * kWarpSize && kHolders % kWarpSize == 0 && kThreads % kWarpSize == 0 && kSlice % (kLaneCols * kCols) == 0,
                 "a lane's four keys are a leaf");
+  static_assert(kBatch <= 8 && kBatch + kHistory <= kRing, "a batch is one MMA wide");
   static_assert(kWidth == 4 && kSlice % 8 == 0, "a channel's taps are one vector");
 };
 

@@ -7,7 +7,7 @@
 constexpr int kScanSlice = 8;    // columns that a block of the recurrence takes
 // A row of it is one chain, and a multiprocessor is kept busy by what its columns load from shared memory: few columns, many lanes on each.
 template <int kDim, int kWidth>
-using KdaScanShape = KdaShape<kDim, kWidth, kDim / kScanSlice, 1, 0, 16>;
+using KdaScanShape = KdaShape<kDim, kWidth, kDim / kScanSlice, 1, 0, 8, 16>;
 
 // What passes between them, F32. `rows`, `v`: as the recurrence takes them, so that a batch of rows is two copies.
 struct KdaWork {

@@ -6,6 +6,8 @@
 #pragma once
 #include "launch_experts.cuh"
 #include "launch_kda.cuh"
+#include "launch_mla.cuh"
+#include "launch_normed.cuh"
 
 // Kinds of phases, by their place in the program's words.
 template <class... P> struct LaunchKinds;
@@ -28,19 +30,23 @@ struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
 
 constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks for at once; launch_source.py defines it
 
-constexpr int kMaxKinds = 20;
+// Of a phase in a block: it begins, its input is here, its units are done, its slot was clean; what it cleared is clean everywhere; the producer came to it
+// and issued its last copy. kStamps is launch_source.py's STAMPS.
+enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kLastCopy, kStamps };
+
+constexpr int kMaxKinds = 24;
 struct LaunchArgs {
-  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchChoice or the router's bias of other phases
+  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchMla, LaunchChoice or the router's bias of other phases
   const u32* programs;     // [block][words]
   const uint4* input;      // [rows][row of the first phase], BF16 without kNotThere
   uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
   uint4* result;           // [rows][row of the last phase]
   uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
-  u64* stamps;             // [block][phase][4] nanoseconds: wait, input here, units done; null: not kept
+  u64* stamps;             // [block][phase][kStamps] nanoseconds (LaunchStamp); null: not kept
   LaunchCounts* counts;
   Watch watch;
   // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, waiting_window, first_window, prefetch;
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window, prefetch;
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };
@@ -95,14 +101,14 @@ struct LaunchBlock {
       ring.init();
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
-      state.received = state.cleaned = state.waiting = state.chosen = 0;
+      state.received = state.cleaned = state.chosen = 0;
     }
     __syncthreads();
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
   }
 
   K3_DEVICE void produce() {
-    LaunchProducer<typename S::Ring> producer{ring, state, a.watch, u32(a.window), u32(a.waiting_window), a.prefetch};
+    LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
     const u32* at = program;
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {
@@ -110,25 +116,51 @@ struct LaunchBlock {
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
       producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
+      const u32 before = producer.issued;
+      stamp(phase, kProduces, lane_id() == 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
+      if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
       at = p.next();
     }
   }
 
+  // Three places in the program: whose input this block has read next, what is cleared next, what is clean next.
   K3_DEVICE void tidy() {
-    const u64 before = ended_seen(&a.counts->ended) / gridDim.x;   // launches: nobody ends before this block has counted
-    Janitor janitor{a.counts, state, a.watch, before * a.clearings};
-    const u32* at = program;
-    for (int phase = 0; phase < a.phases; ++phase) {
-      const ProgramPhase p(at);
-      janitor.received(phase);
-      if (p.clear(0) != kNoSlot)
-        janitor.clear(phase, [&](auto&& slice_of) {
+    const u64 before = ended_seen(&a.counts->ended) / gridDim.x * a.clearings;   // by launches: nobody ends before this block has counted
+    Janitor janitor{a.counts, before, before, before};
+    struct Place {
+      const u32* at;
+      int phase = 0;
+      K3_DEVICE ProgramPhase here() const { return ProgramPhase(at); }
+      K3_DEVICE bool clears() const { return here().clear(0) != kNoSlot; }
+      K3_DEVICE void go_on() { at = here().next(), ++phase; }
+    } heard{program}, cleared{program}, cleaned{program};
+    Spin spin;
+    while (cleaned.phase < a.phases) {
+      const int received = __shfl_sync(kFullWarp, int(state.received), 0);
+      bool moved = false;
+      for (; heard.phase < received && (!heard.clears() || janitor.may_hear()); heard.go_on(), moved = true)
+        if (heard.clears()) janitor.hear();
+      for (; cleared.phase < heard.phase && !cleared.clears(); cleared.go_on()) moved = true;
+      for (; cleaned.phase < cleared.phase && !cleaned.clears(); cleaned.go_on()) moved = true;
+      const u32 full = janitor.look(cleared.phase < heard.phase, cleaned.phase < cleared.phase);
+      if (full >> 1 & 1) {
+        stamp(cleaned.phase, kCleared, lane_id() == 1);
+        ++janitor.cleaned, cleaned.go_on(), moved = true;
+      }
+      if (lane_id() == 1) state.cleaned = cleaned.phase;   // the lane that has seen it
+      if (full & 1) {
+        const ProgramPhase p = cleared.here();
+        janitor.clear([&](auto&& slice_of) {
 #pragma unroll 1
           for (int i = 0; i < kMaxClears && p.clear(i) != kNoSlot; ++i) slice_of(a.exchange + size_t(p.clear(i)) * a.slot_vectors, a.links[p.cleared(i)].vectors);
         });
-      if (lane_id() == 0) state.cleaned = phase + 1;
-      at = p.next();
+        cleared.go_on(), moved = true;
+      }
+      if (moved) spin = {};
+      else if (pause_ns(64), lane_id() == 0)
+        spin.turn(a.watch, cleaned.phase < cleared.phase ? kWaitCleaned : cleared.phase < heard.phase ? kWaitHeard : kWaitReceived,
+                  min_of(cleaned.phase, min_of(cleared.phase, heard.phase)), 0);
     }
     if (lane_id() == 0) ended_up(&a.counts->ended);
   }
@@ -153,8 +185,9 @@ struct LaunchBlock {
     return (v ^ v >> 15) * 0x2c1b3c6du;
   }
 
-  K3_DEVICE void stamp(int phase, int which) const {
-    if (a.stamps && threadIdx.x == 0) a.stamps[(size_t(blockIdx.x) * a.phases + phase) * 4 + which] = device_ns();
+  // The last time of those who are `mine`.
+  K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
+    if (a.stamps && mine) atomicMax(a.stamps + (size_t(blockIdx.x) * a.phases + phase) * kStamps + which, device_ns());
   }
 
   // ---- what kinds of phases are made of ----
@@ -188,12 +221,14 @@ struct LaunchBlock {
   }
   // By all consumers, when the last of them has read the input, or that of a unit.
   K3_DEVICE void arrived(int phase) const {
-    if (me.thread() == 0) state.waiting = 0;
-    stamp(phase, 1);
+    stamp(phase, kInputHere);
   }
   // By all consumers: nobody will read the input again.
   K3_DEVICE void received(int phase) const {
     arrived(phase);
+    finished(phase);
+  }
+  K3_DEVICE void finished(int phase) const {
     if (me.thread() == 0) state.received = phase + 1;
   }
   // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
@@ -215,11 +250,11 @@ struct LaunchBlock {
     const ProgramPhase p(at);
     stress(phase);
     if (p.units) {
-      stamp(phase, 0);
-      if (me.thread() == 0) state.waiting = 1;
+      stamp(phase, kBegins);
       for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
+      stamp(phase, kSlotClean);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
-      stamp(phase, 2);
+      stamp(phase, kUnitsDone, me.lane == 0);
     } else if (me.thread() == 0) state.received = phase + 1;
   }
 };

@@ -8,7 +8,7 @@
 #include "launch_ring.cuh"
 
 constexpr u32 kNotThere = 0x80008000u;
-constexpr int kCounts = 8;   // more than the phases that two blocks can be apart
+constexpr int kCounts = 8;   // places that are heard, cleared and waited for at the same time
 
 // Counts of blocks, never reset: `launches` blocks that ended, the others phase by phase in turn.
 struct LaunchCounts {
@@ -90,23 +90,35 @@ K3_DEVICE f32x4 as_floats(const uint4& v) { return {__uint_as_float(v.x), __uint
 K3_DEVICE u32 load_exchange(const u32* p) { return load_word(p); }
 K3_DEVICE bool is_there(u32 word) { return word != kNotThere; }
 
-// Vectors (or F32 words) at(0) ... at(kBatch - 1), all asked for at once, until those with wants(j) are there.
+// Asks for the vectors (or F32 words) at(0) ... at(kBatch - 1) with wants(j); then waits until they are there. Of those that are not, K3_WATCH_ONE
+// (launch_source.py) asks for the first one alone until it is there.
 template <int kBatch, class V, class Wants, class At>
-K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
+K3_DEVICE void ask_all(V (&v)[kBatch], Wants&& wants, At&& at) {
   K3_UNROLL
   for (int j = 0; j < kBatch; ++j)
     if (wants(j)) v[j] = load_exchange(at(j));
+}
+template <int kBatch, class V, class Wants, class At>
+K3_DEVICE void await_asked(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
   Spin spin;
+  bool alone = false;   // only the first of those that are not there is asked for
   for (bool all = false; !all;) {
     all = true;
+    const bool others = !alone;
     K3_UNROLL
     for (int j = 0; j < kBatch; ++j)
       if (wants(j) && !is_there(v[j])) {
+        if (!K3_WATCH_ONE || all || others) v[j] = load_exchange(at(j));
+        if (K3_WATCH_ONE && all) alone = others || !is_there(v[j]);
         all = false;
-        v[j] = load_exchange(at(j));
       }
     if (!all) spin.turn(watch, kWaitVector, phase, detail);
   }
+}
+template <int kBatch, class V, class Wants, class At>
+K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
+  ask_all(v, wants, at);
+  await_asked(v, watch, phase, detail, wants, at);
 }
 
 // Vectors at(i) for i = first, first + stride, ... below `total`, kBatch of them asked for at once: keep(i, vector) for each when it is there.
@@ -125,38 +137,40 @@ K3_DEVICE void receive_vectors(int first, int stride, int total, const Watch& wa
   } while (begin < total);
 }
 
-// One warp: behind a phase's input it says so, waits until all blocks have, clears its slice of what nobody needs any more, and waits until
-// all have done that.
+// One warp. Behind a phase's input it says so; when all blocks have, it clears its slice of what nobody needs any more; when all have done that, what
+// lay there may be written again. Phases are in these three states side by side: one behind the other, two counts of all blocks each, they took 4
+// microseconds apiece, which at one row is longer than a phase. A place is a phase's, of those with something to clear; places may be kCounts apart.
 struct Janitor {
   LaunchCounts* counts;
-  LaunchState& state;
-  const Watch& watch;
-  u64 round;   // phases with something to clear, since the counts began
+  u64 heard, cleared, cleaned;   // places that it comes to next, since the counts began
 
-  K3_DEVICE void all_of(u32* count, int what, int phase) {
-    const u32 target = u32((round / kCounts + 1) * gridDim.x);
-    if (lane_id() == 0) {
-      count_up(count);
-      for (Spin spin; int(count_seen(count) - target) < 0;) pause_ns(64), spin.turn(watch, what, phase, target);
-    }
-    __syncwarp();
+  K3_DEVICE u32* heard_count(u64 place) const { return &counts->heard[place % kCounts].count; }
+  K3_DEVICE u32* cleaned_count(u64 place) const { return &counts->cleaned[place % kCounts].count; }
+  static K3_DEVICE bool is_full(u32 count, u64 place) { return int(count - u32((place / kCounts + 1) * gridDim.x)) >= 0; }
+
+  // Whether all blocks have heard the place that it would clear, and cleared the one that it waits for: two lanes look, at the same time. Bits 0 and 1.
+  K3_DEVICE u32 look(bool for_heard, bool for_cleaned) const {
+    const int lane = lane_id();
+    bool full = false;
+    if (lane == 0 ? for_heard : lane == 1 && for_cleaned) full = is_full(count_seen(lane ? cleaned_count(cleaned) : heard_count(cleared)), lane ? cleaned : cleared);
+    return __ballot_sync(kFullWarp, full);
   }
-  K3_DEVICE void received(int phase) {
-    if (lane_id() == 0)
-      for (Spin spin; state.received <= u32(phase);) pause_ns(64), spin.turn(watch, kWaitReceived, phase, 0);
-    __syncwarp();
+  K3_DEVICE bool may_hear() const { return heard - cleaned < kCounts; }   // who counts in a place again has seen all blocks count there before
+  K3_DEVICE void hear() {
+    if (lane_id() == 0) count_up(heard_count(heard));
+    ++heard;
   }
   // each(f) calls f(slot, vectors) for what is to be cleared.
   template <class Each>
-  K3_DEVICE void clear(int phase, Each&& each) {
-    all_of(&counts->heard[round % kCounts].count, kWaitHeard, phase);
+  K3_DEVICE void clear(Each&& each) {
+    __syncwarp();
     each([&](uint4* slot, int vectors) {
       const int end = u32(vectors) * (blockIdx.x + 1) / gridDim.x;
       for (int i = u32(vectors) * blockIdx.x / gridDim.x + lane_id(); i < end; i += kWarpSize) store_exchange(slot + i, {kNotThere, kNotThere, kNotThere, kNotThere});
     });
     __threadfence();
     __syncwarp();
-    all_of(&counts->cleaned[round % kCounts].count, kWaitCleaned, phase);
-    ++round;
+    if (lane_id() == 0) count_up(cleaned_count(cleared));
+    ++cleared;
   }
 };

@@ -4,9 +4,6 @@
 #include "launch_choice.cuh"
 #include "launch_product.cuh"
 
-// Leaves that one copy brings.
-constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return leaves > 1 && leaves * leaf_bytes > slot_bytes ? copy_leaves(leaves / 2, leaf_bytes, slot_bytes) : leaves; }
-
 // w1 and w3. A unit is a pair of tiles of an entry; clusters take equal runs of them. A group of warps takes a unit, up to four leaves of one tile a
 // warp; its warps meet only through two buffers of leaf sums, so that each runs ahead of the slowest by up to two units.
 //   kLeaves_, kGroups_  leaves of K, 32-groups in each
@@ -83,9 +80,10 @@ struct LaunchExpertUp {
       block.ring.give(copy, kConsumers * kWarpLeaves / kCopyLeaves, block.me);
       met(block, block.added(group, turns), turns / 2 & 1 ^ 1, phase, turns);
       float* partial = block.partial(turns) + group * kUnitWarps * S::kTokens * kSumStride;   // [tile][warp][token][row]
+      const Me me;   // again: not kept meanwhile
       K3_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const int token = block.me.lane % 4 * 2 + i % 2, row = block.me.lane / 4 + i / 2 * 8;
+        const int token = me.lane % 4 * 2 + i % 2, row = me.lane / 4 + i / 2 * 8;
         if (token < S::kTokens) partial[(own * S::kTokens + token) * kSumStride + row] = c[i];
       }
       arrive(block, block.stored(group, turns));
@@ -119,7 +117,7 @@ struct LaunchExpertUp {
   // A whole warp: eight lanes have a vector of unit `u`, half `half` of the rows of its item `item`, whose items begin at `first`.
   template <class Block>
   static K3_DEVICE void activate(Block& block, const ProgramPhase& p, int phase, int u, int first, int item, int half, float gate, float up, bool live, int lane) {
-    const uint4 v = pack_vector(situ(gate, up, block.a.situ_beta, block.a.situ_linear_beta), block.me.lane);
+    const uint4 v = pack_vector(situ(gate, up, block.a.situ_beta, block.a.situ_linear_beta), not_before_here(block.me.lane));
     if (live) block.publish(p, phase, block.choice().list.item[first + item], u % kPairs * 2 + half, v, lane);
   }
 
@@ -235,7 +233,7 @@ struct LaunchExpertDown {
           if (token < count) results[(first + token) * width + tile * kTileRows + block.me.lane / 4 + i / 2 * 8] = c[i];
         }
       }
-      block.ring.give(block.counts.copies + turn, in_copy ? kConsumers / taken : kConsumers - (taken - 1) * (kConsumers / taken), block.me);
+      block.ring.give(block.counts.copies + turn, in_copy ? 1 : kConsumers - (taken - 1), block.me);
     }
     block.counts.copies += (entries + own.per - 1) / own.per;
     warps_sync(kAllConsumers, kAll);

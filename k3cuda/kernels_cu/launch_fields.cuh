@@ -20,15 +20,15 @@ struct LaunchLink {
 // A phase in a block's program (launch_core.cuh).
 struct ProgramPhase {
   int kind, units;
-  u32 slots;
   const u32* tiles;
-  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), units(at[0] >> 16), slots(at[1]), tiles(at + 3) {}
+  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), units(at[0] >> 16), tiles(at + 3) {}
+  K3_DEVICE const u32* words() const { return tiles - 3; }
   K3_DEVICE u32 again(int i) const { return ((volatile const u32*)tiles)[i - 3]; }   // a word that is not kept meanwhile
   K3_DEVICE int extra() const { return again(0) >> 8 & 255; }
   K3_DEVICE const u32* next() const { return tiles + units; }
-  K3_DEVICE u32 in(int i) const { return slots >> 4 * i & 15; }
-  K3_DEVICE u32 out() const { return slots >> 4 * kMaxInputs & 15; }
-  K3_DEVICE u32 clear(int i) const { return slots >> 4 * (kMaxInputs + 1 + i) & 15; }   // a slot
+  K3_DEVICE u32 in(int i) const { return again(1) >> 4 * i & 15; }
+  K3_DEVICE u32 out() const { return again(1) >> 4 * kMaxInputs & 15; }
+  K3_DEVICE u32 clear(int i) const { return again(1) >> 4 * (kMaxInputs + 1 + i) & 15; }   // a slot
   K3_DEVICE int cleared(int i) const { return again(2) >> 8 * (2 + i) & 255; }  // which kind's results lie there
   K3_DEVICE u32 needs() const { return again(2) & 0xffff; }
 };

@@ -4,11 +4,26 @@
 #include "kda_core.cuh"
 #include "launch_mix.cuh"
 
-// A unit is a head of the sequence that a row opens; of other rows it is nothing. Fields: low-rank decay, BF16; betas before the sigmoid, F32; q, k and v
+// Of at most kTokens rows. A unit is a head of the sequence that a row opens; of other rows it is nothing. Fields: low-rank decay, BF16; betas before the sigmoid, F32; q, k and v
 // before the conv, BF16; output gates, F32.
-template <int kDim, int kWidth, int kHeads>
-struct LaunchKda : LaunchNoWeights {
-  typedef KdaShape<kDim, kWidth, 1, 2, Consumers::kThreads> S;
+template <int kDim, int kWidth, int kTokens>
+struct LaunchKdaShape : KdaShape<kDim, kWidth, 1, 2, Consumers::kThreads, kTokens> {
+  static constexpr int kHeldTiles = 1;   // f_b lies in slots of the ring that the producer hands out empty, a tile each: its warp fills and reads it
+};
+
+// f_b of a unit: tile 0 in the slot of copy `first`, counted from the launch's first.
+template <class S, class Ring>
+struct LaunchKdaTiles {
+  const Ring& ring;
+  u32 first;
+  typedef uint4 Tile[S::kSteps][kWarpSize];
+  static_assert(sizeof(Tile) <= Ring::kSlotBytes && S::kTiles < Ring::kSlots && S::kTiles <= kConsumers, "all tiles of a head are in the ring at once, a warp has one");
+  template <class M> K3_DEVICE Tile& operator()(M&, int tile) const { return *(Tile*)(ring.slots + (first + tile) % Ring::kSlots * Ring::kSlotBytes); }
+};
+
+template <int kDim, int kWidth, int kHeads, int kTokens>
+struct LaunchKdaRows {
+  typedef LaunchKdaShape<kDim, kWidth, kTokens> S;
   static_assert(S::kThreads == Consumers::kThreads && S::kHolders == S::kThreads, "all consumers hold state");
   struct __align__(16) Room {
     KdaMix a;
@@ -16,7 +31,7 @@ struct LaunchKda : LaunchNoWeights {
     float gate[S::kBatch][S::kDim];
     int first, head, rows, slot;   // of the unit
   };
-  static constexpr int x_vectors(int, int) { return (sizeof(Room) + 15) / 16; }
+  static constexpr int kVectors = (sizeof(Room) + 15) / 16;
   static constexpr int kChannels = kHeads * kDim;
   enum Field { kLowRank, kBeta, kInputs, kGate };
 
@@ -47,6 +62,25 @@ struct LaunchKda : LaunchNoWeights {
     }
   }
 
+  // Weights, window and state into the L2, phases before the block comes there, and room for f_b.
+  template <class Block, class Producer>
+  static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase& p, const u8* w, int phase) {
+    constexpr int kRows = kDim * kDim / kWarpSize;   // values of a lane's share of a matrix
+    const KdaMix& a = *(const KdaMix*)w;
+    const int lane = lane_id();
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      const int first = p.tiles[u] / kHeads, head = p.tiles[u] % kHeads, slot = a.row_slot[first], channel = head * kDim;
+      if (first > 0 && a.row_slot[first - 1] == slot) continue;
+      bulk_prefetch(a.state + (size_t(slot) * kHeads + head) * kDim * kDim + lane * kRows, kRows * 4);
+      bulk_prefetch(a.f_b + size_t(channel) * kDim + lane * kRows, kRows * 2);
+      if (lane < 3) bulk_prefetch((lane == 0 ? a.q_conv : lane == 1 ? a.k_conv : a.v_conv) + channel * kWidth, kDim * kWidth * 4);
+      else if (lane == 3) bulk_prefetch(a.dt_bias + channel, kDim * 4);
+      else if (lane - 4 < 3 * S::kHistory) bulk_prefetch(a.conv_state + (size_t(slot) * 3 * S::kHistory + lane - 4) * kChannels + channel, kDim * 2);
+      producer.copies(S::kTiles, 1, 0, phase, [](int) { return 0; }, [](int, int) { return (const u8*)nullptr; });
+    }
+  }
+
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     block.team().sync();   // all are finished with the phase before
@@ -61,21 +95,24 @@ struct LaunchKda : LaunchNoWeights {
         continue;
       }
       const int n = kda_sequence_rows(room.a.row_slot, block.a.rows, first, slot);
+      block.counts.copies += S::kTiles;
       if (block.me.thread() == 0) room.first = first, room.head = head, room.rows = n, room.slot = slot;
       gates(block, p, phase, room, first, head, slot, n, u);
       recur(Block(block.smem + unknown_zero()), p, phase);   // which finds everything anew: the state wants the registers
     }
   }
 
-  // Conv, decay and norms of a unit's rows: what needs no state, which comes into the L2 meanwhile.
+  // Conv, decay and norms of a unit's rows: what needs no state.
   template <class Block>
   static K3_DEVICE void gates(const Block& block, const ProgramPhase& p, int phase, Room& room, int first, int head, int slot, int n, int u) {
     const Consumers team;   // of this unit alone: what follows from it would be kept from unit to unit
     auto& m = room.m;
     const KdaMix& a = room.a;
-    constexpr int kPiece = kDim * kDim * 4 / kWarpSize;
-    if (team.warp() == 0) bulk_prefetch((const u8*)state_of(room, slot, head) + team.lane() * kPiece, kPiece);
-    kda_load_weights<S>(a, m, head, 0, team);
+    const LaunchKdaTiles<S, typename Block::Shape::Ring> f_b{block.ring, block.counts.copies - S::kTiles};
+    const u32 own = f_b.first + S::kWarps - 1 - team.warp();   // as kda_load_weights gives tiles to warps
+    const bool has_tile = team.warp() >= S::kWarps - S::kTiles;
+    if (has_tile) block.ring.take(own, block.a.watch, phase);
+    kda_load_weights<S>(a, m, head, 0, team, f_b);
     kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * kChannels, kChannels * S::kHistory, kChannels, head, 0, team);
     const float scale = expf(a.a_log[head]);
     receive(block, p, phase, room, head, first, n, team);
@@ -85,7 +122,11 @@ struct LaunchKda : LaunchNoWeights {
     else block.arrived(phase);
     if (n == 1) kda_conv<S, 1>(a, m, head, 0, first, 0, n, team);
     else kda_conv<S, 4>(a, m, head, 0, first, 0, n, team);
-    kda_low_rank<S>(m, 0, n, team);
+    kda_low_rank<S>(m, 0, n, team, f_b);
+    if (has_tile) {
+      fence_slot();
+      block.ring.give(own, kConsumers, block.me);
+    }
     team.sync();
     kda_decay<S>(a, m, scale, head, 0, first, n, team);
     kda_l2norm<S>(a, m, head, 0, first, n, team);
@@ -110,4 +151,14 @@ struct LaunchKda : LaunchNoWeights {
     }, team);
   }
   static K3_DEVICE const float* state_of(const Room& room, int slot, int head) { return room.a.state + (size_t(slot) * kHeads + head) * kDim * kDim; }
+};
+
+template <int kDim, int kWidth, int kHeads>
+struct LaunchKda {
+  template <int kTokens> using Rows = LaunchKdaRows<kDim, kWidth, kHeads, kTokens>;
+  static constexpr int x_vectors(int tokens, int) { return tokens == 1 ? Rows<1>::kVectors : tokens == 2 ? Rows<2>::kVectors : tokens == 4 ? Rows<4>::kVectors : Rows<8>::kVectors; }
+  template <class Block, class Producer>
+  static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase& p, const u8* w, int phase) { Rows<Block::Shape::kTokens>::produce(block, producer, p, w, phase); }
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) { Rows<Block::Shape::kTokens>::consume(block, p, phase); }
 };

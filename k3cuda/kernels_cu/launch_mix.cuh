@@ -2,7 +2,8 @@
 // has the same slices in all of them, so prefix sums and closed blocks are only ever touched by their own threads.
 //
 //   closed   squares and scores of the closed blocks, per chunk of the tree; nothing waits for it, so it runs phases ahead of the mix
-//   sums     the ranks' parts join the prefix sum; p p, p score, p c, c c per chunk
+//   sums     the ranks' parts join the prefix sum; p p, p score, p c, c c per chunk. Leaves what joined and the mixture too, where its readers norm
+//            for themselves (launch_normed.cuh) and there is no third round
 //   out      the mixture and its norm; right behind `sums` in every program, whose values it finds in shared memory
 #pragma once
 #include "launch_fields.cuh"
@@ -21,7 +22,7 @@ template <int kN_, int kLeaves_, int kParts_, int kBlocks_, int kSlices_, int kU
 struct LaunchMixShape : NormShape<kN_, kLeaves_, kParts_, kBlocks_, kSlices_, Consumers::kThreads> {
   typedef NormShape<kN_, kLeaves_, kParts_, kBlocks_, kSlices_, Consumers::kThreads> Base;
   static constexpr int kSlices = kSlices_, kUnits = kUnits_, kMost = max_of(kBlocks_, 1);
-  static constexpr int kBatch = min_of(kParts_, 4), kGroups = kParts_ / kBatch, kVectors = Base::kOwn / 4;   // parts of a batch of loads; F32 vectors of a slice
+  static constexpr int kBatch = min_of(kParts_, 8), kGroups = kParts_ / kBatch, kVectors = Base::kOwn / 4;   // parts of a batch of loads; F32 vectors of a slice
   static_assert(Base::kOwn % 8 == 0 && kGroups * kBatch == kParts_, "slices are whole vectors");
 };
 
@@ -73,18 +74,33 @@ K3_DEVICE void keep_closed(const LaunchSlice<S>& slice, float (*source)[S::kOwn]
 
 K3_DEVICE uint4 floats_vector(const float* v) { return {exchange_word(v[0]), exchange_word(v[1]), exchange_word(v[2]), exchange_word(v[3])}; }
 
-struct LaunchNoWeights {   // through the ring
+// What a round reads of its own, into the L2 by the producer, phases before the block comes there; its LaunchMix is in the L1 behind this.
+//   kSums_, kOut_  rounds that read the prefix sum, or the norm's weights
+template <class S, bool kSums_, bool kOut_>
+struct LaunchMixAhead {
   template <class Block, class Producer>
-  static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}
+  static K3_DEVICE void produce(const Block& block, Producer&, const ProgramPhase& p, const u8* w, int) {
+    const int closed = kOut_ ? 0 : p.extra() & 15, j = lane_id() - 2;
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      const LaunchMix m = *(const LaunchMix*)w;
+      const int own = p.tiles[u] % S::kSlices * S::kOwn;
+      const size_t at = size_t(p.tiles[u] / S::kSlices) * S::kN + own;
+      if (kOut_ && lane_id() == 0) bulk_prefetch(m.weight + own, S::kOwn * 2);
+      if (!kOut_ && S::kBlocks && lane_id() == 0) bulk_prefetch(m.score + own, S::kOwn * 4);
+      if (kSums_ && m.hidden && lane_id() == 1) bulk_prefetch(m.hidden + at, S::kOwn * 4);
+      if (0 <= j && j < closed) bulk_prefetch(m.blocks + size_t(j) * block.a.block_rows * S::kN + at, S::kOwn * 4);
+    }
+  }
 };
 
 template <class S>
-struct LaunchMixClosed : LaunchNoWeights {
+struct LaunchMixClosed : LaunchMixAhead<S, false, false> {
   struct __align__(16) Room { float source[S::kRows][S::kOwn], score[S::kOwn], sums[S::kOwnLeaves][2][8]; };
   static constexpr int x_vectors(int, int) { return sizeof(Room) / 16; }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    const Consumers team = block.team();
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
     Room& m = *(Room*)block.x();
     block.received(phase);   // of other phases it reads nothing
 #pragma unroll 1
@@ -103,15 +119,16 @@ struct LaunchMixClosed : LaunchNoWeights {
   }
 };
 
-template <class S>
-struct LaunchMixSums : LaunchNoWeights {
+template <class S, bool kLast = false>
+struct LaunchMixSums : LaunchMixAhead<S, true, false> {
+  enum Field { kSums, kJoined, kMixture };
   typedef LaunchMixRoom<S> Room;
   static constexpr int kPartsBytes = S::kGroups * S::kOwn * 4;
   static constexpr int x_vectors(int, int) { return (S::kUnits * sizeof(Room) + kPartsBytes) / 16; }
   // Sums of four parts, [group][element].
   template <class Block>
   static K3_DEVICE void receive_parts(const Block& block, const ProgramPhase& p, int phase, int row, int own, float* parts) {
-    const Consumers team = block.team();
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
     const uint4* from = block.input(p, 0) + row * block.link(p).in[0].row + own / 4;
 #pragma unroll 1
     for (int i = team.thread(); i < S::kGroups * S::kVectors; i += S::kThreads) {
@@ -127,17 +144,42 @@ struct LaunchMixSums : LaunchNoWeights {
       store4(parts + i * 4, {tree_sum<S::kBatch>(part[0], 4), tree_sum<S::kBatch>(part[0] + 1, 4), tree_sum<S::kBatch>(part[0] + 2, 4), tree_sum<S::kBatch>(part[0] + 3, 4)});
     }
   }
+  // c of this thread's elements where the closed blocks lay, nothing where there are none.
+  template <class Block>
+  static K3_DEVICE void keep_mixture(const Block& block, const ProgramPhase& p, int phase, const LaunchSlice<S>& slice, Room& m, const Consumers& team) {
+    float c[S::kPer] = {}, top = 0, total = 0;
+    if constexpr (S::kBlocks > 0)
+      if (slice.mix) {
+        const float weights = closed_weights<S>(slice.a, m.closed, top, team);
+        weighted_closed<S>(slice.a.num_blocks, weights, c, total, [&](int k, int i) { return m.source[k][min_of(team.thread() + i * S::kThreads, S::kOwn - 1)]; });
+      }
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i)
+      if (const int e = team.thread() + i * S::kThreads; e < S::kOwn) m.source[1][e] = c[i];
+    if (team.thread() == 0) m.top = top, m.total = total;
+    if (!kLast || !slice.mix) return;
+    const float scalars[4] = {top, total, 0, 0};
+    if (slice.own == 0 && team.thread() == 0) block.template publish<1>(p, phase, slice.row, S::kLeaves, floats_vector(scalars), 0, kSums);
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i) leave(block, p, phase, slice, team.thread() + i * S::kThreads, c[i], kMixture, team);
+  }
+  // Element `e` of the slice, which this thread has; four lanes a vector.
+  template <class Block>
+  static K3_DEVICE void leave(const Block& block, const ProgramPhase& p, int phase, const LaunchSlice<S>& slice, int e, float v, Field field, const Consumers& team) {
+    const uint4 vector = pack_floats(v, team.lane());
+    if (e < S::kOwn && e % 4 == 0) block.template publish<1>(p, phase, slice.row, (slice.own + e) / 4, vector, 0, field);
+  }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    const Consumers team = block.team();
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
     Room* rooms = (Room*)block.x();
     float* parts = (float*)(rooms + S::kUnits);
 #pragma unroll 1
     for (int u = 0; u < p.units; ++u) {
       const LaunchSlice<S> slice(block, p, phase, p.tiles[u]);
       Room& m = rooms[u];
-      // Everything is loaded before anything is waited for.
-      float before[S::kPer], c[S::kPer] = {}, top = 0, total = 0;
+      // Everything is loaded before anything is waited for, and what follows from the closed blocks alone is made before the parts are here.
+      float before[S::kPer];
       K3_UNROLL
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads;
@@ -149,25 +191,22 @@ struct LaunchMixSums : LaunchNoWeights {
           const uint4* from = block.input(p, 1) + slice.row * block.link(p).in[1].row;
           receive_vectors<1>(team.thread(), S::kThreads, S::kLeaves * 4, block.a.watch, phase, [&](int i) { return from + i; }, [] {},
                              [&](int i, const uint4& vector) { ((uint4*)m.closed)[i] = vector; });
+          team.sync();
         }
+      keep_mixture(block, p, phase, slice, m, team);
       receive_parts(block, p, phase, slice.row, slice.own, parts);
       team.sync();
       if (u + 1 == p.units) block.received(phase);
-      if constexpr (S::kBlocks > 0)
-        if (slice.mix) {
-          const float weights = closed_weights<S>(slice.a, m.closed, top, team);
-          weighted_closed<S>(slice.a.num_blocks, weights, c, total, [&](int k, int i) { return m.source[k][min_of(team.thread() + i * S::kThreads, S::kOwn - 1)]; });
-        }
       K3_UNROLL
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads;
-        if (e >= S::kOwn) continue;
-        float joined = tree_sum<S::kGroups>(parts + e, S::kOwn);
+        float joined = tree_sum<S::kGroups>(parts + min_of(e, S::kOwn - 1), S::kOwn);
         if (slice.a.hidden) joined += before[i];
-        m.source[0][e] = joined, m.source[1][e] = c[i];
+        if constexpr (kLast) leave(block, p, phase, slice, e, joined, kJoined, team);
+        if (e >= S::kOwn) continue;
+        m.source[0][e] = joined;
         keep_prefix(slice.a, slice.at() + e, joined);
       }
-      if (team.thread() == 0) m.top = top, m.total = total;
       for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
       team.sync();
       prefix_sums<S>(m.source, m.score, slice.mix, [&](int leaf, int which, float sum) {
@@ -181,12 +220,12 @@ struct LaunchMixSums : LaunchNoWeights {
 };
 
 template <class S>
-struct LaunchMixOut : LaunchNoWeights {
+struct LaunchMixOut : LaunchMixAhead<S, false, true> {
   typedef LaunchMixRoom<S> Room;
   static constexpr int x_vectors(int, int) { return 0; }   // that of the sums
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    const Consumers team = block.team();
+    const Consumers team;
     Room* rooms = (Room*)block.x();
 #pragma unroll 1
     for (int u = 0; u < p.units; ++u) {

@@ -4,16 +4,27 @@
 #include "launch_fields.cuh"
 #include "situ.cuh"
 
+// Leaves that one copy brings.
+constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return leaves > 1 && leaves * leaf_bytes > slot_bytes ? copy_leaves(leaves / 2, leaf_bytes, slot_bytes) : leaves; }
+
 constexpr int kSumStride = kTileRows + 4;   // floats from token to token of leaf sums: a warp's stores keep off each other's banks
 
-// One warp: its leaf of one tile. x: [pair][token][quarter], the leaf's.
+// One warp: leaf `leaf` of the block's of one tile, whose first copy is `copy`. x: [pair][token][quarter], the leaf's; of a single step half as much.
 template <class P, int kTokens, class Ring>
-K3_DEVICE void leaf_chain(float (&c)[4], Ring& ring, u32 copy, const uint4* x, const Me& me, const Watch& watch, int phase) {
+K3_DEVICE void leaf_chain(float (&c)[4], Ring& ring, u32 copy, int leaf, const uint4* x, const Me& me, const Watch& watch, int phase) {
   K3_UNROLL
   for (int i = 0; i < 4; ++i) c[i] = 0.f;
+  copy += leaf / P::kCopyLeaves;
 #pragma unroll 1
-  for (int chunk = 0; chunk < P::kChunks; ++chunk, copy += P::kBlockLeaves) {
-    const uint4* w = (const uint4*)ring.take(copy, watch, phase) + me.lane;
+  for (int chunk = 0; chunk < P::kChunks; ++chunk, copy += P::kBlockLeaves / P::kCopyLeaves) {
+    const uint4* w = (const uint4*)ring.take(copy, watch, phase) + leaf % P::kCopyLeaves * (P::kChunkBytes / 16) + me.lane;
+    if constexpr (P::kSteps == 1) {
+      uint2 one = {};
+      if (me.lane < kTokens * 4) one = ((const uint2*)x)[me.lane];
+      mma(c, w[0], one.x, one.y);
+      ring.give(copy, kConsumers / P::kCopyLeaves, me);
+      continue;
+    }
     const uint4* at = x + chunk * (P::kChunkSteps / 2) * kTokens * 4 + me.lane;
     uint4 ahead[2][2], v[2] = {};   // two steps that share a load of x, while those before them multiply
     auto load = [&](int pair) {
@@ -27,7 +38,7 @@ K3_DEVICE void leaf_chain(float (&c)[4], Ring& ring, u32 copy, const uint4* x, c
       mma(c, ahead[pair % 2][0], v[pair % 2].x, v[pair % 2].y);
       mma(c, ahead[pair % 2][1], v[pair % 2].z, v[pair % 2].w);
     }
-    ring.give(copy, kConsumers, me);
+    ring.give(copy, kConsumers / P::kCopyLeaves, me);
   }
 }
 
@@ -51,6 +62,8 @@ constexpr int kInboxTurns = 4;
 // What a product multiplies, into shared memory as [pair][token][quarter]: BF16 as it comes. A block that has all leaves reads all of the field,
 // though it may use less.
 struct LaunchPlain {
+  static constexpr int kUnits = 1;   // units of a block that have an x of their own; 1: it is the same of all
+  static constexpr int vectors(int) { return 0; }   // of shared memory that it takes behind the rest
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
@@ -58,57 +71,60 @@ struct LaunchPlain {
     const bool whole = P::kParts == 1;
     block.template receive<P::kOwnVectors * S::kTokens>(p, phase, block.a.rows, whole ? block.link(p).in[0].vectors : P::kOwnVectors, whole ? 0 : block.part() * P::kOwnVectors,
       [&](int token, int k, const uint4& v) {
-        if (k < P::kOwnVectors) shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = v;
+        if (k < P::kOwnVectors) shared[P::template x_at<S::kTokens>(token, k)] = v;
       });
   }
 };
 
-// SiTU of F32 gates and ups, whose tiles of 16 come in turn.
+// SiTU of F32 gates and ups, whose tiles of 16 come in turn. A thread a value: eight of a vector behind one another in a few threads took 3.6
+// microseconds at one row.
 struct LaunchSitu {
+  static constexpr int kUnits = 1;
+  static constexpr int vectors(int) { return 0; }
   template <class P, class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
     static_assert(P::kParts == 1, "a block has all of K");
+    constexpr int kInputs = P::kOwnVectors * 8, kBatch = min_of(4, (kInputs * S::kTokens + Consumers::kThreads - 1) / Consumers::kThreads);
     uint4* shared = block.x();
-    const uint4* from = block.input(p, 0);
-    const int row = block.link(p).in[0].row;
+    const u32* from = (const u32*)block.input(p, 0);
+    const int row = block.link(p).in[0].row * 4;
     const Consumers team;   // of this phase alone, as in launch_kda.cuh
     team.sync();            // all are finished with the phase before
 #pragma unroll 1
-    for (int i = team.thread(); i < block.a.rows * P::kOwnVectors; i += Consumers::kThreads) {
-      const int token = i / P::kOwnVectors, k = i % P::kOwnVectors;
-      const uint4* at = from + token * row + k / 2 * 8 + k % 2 * 2;   // eight gates; eight ups stand a tile behind
-      uint4 v[4], out;
-      await_all(v, block.a.watch, phase, u32(i), [](int) { return true; }, [&](int j) { return at + j / 2 * 4 + j % 2; });
-      u32 words[4];
+    for (int i = team.thread(); i < block.a.rows * kInputs; i += kBatch * Consumers::kThreads) {
+      u32 v[2 * kBatch] = {};   // gates, then ups
+      auto value = [&](int j) { return i + j % kBatch * Consumers::kThreads; };
+      await_all(v, block.a.watch, phase, u32(i), [&](int j) { return value(j) < block.a.rows * kInputs; }, [&](int j) {
+        const int token = value(j) / kInputs, k = value(j) % kInputs;
+        return from + token * row + (k / kTileRows * 2 + j / kBatch) * kTileRows + k % kTileRows;
+      });
       K3_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const f32x4 gate = as_floats(v[half]), up = as_floats(v[2 + half]);
-        auto act = [&](float g, float u) { return u32(float_to_bf16(situ(g, u, block.a.situ_beta, block.a.situ_linear_beta)).bits); };
-        words[half * 2] = act(gate.x, up.x) | act(gate.y, up.y) << 16, words[half * 2 + 1] = act(gate.z, up.z) | act(gate.w, up.w) << 16;
+      for (int j = 0; j < kBatch; ++j) {
+        const int token = value(j) / kInputs, k = value(j) % kInputs;
+        if (token < block.a.rows)
+          ((bf16*)&shared[P::template x_at<S::kTokens>(token, k / 8)])[k % 8] = float_to_bf16(situ(__uint_as_float(v[j]), __uint_as_float(v[kBatch + j]), block.a.situ_beta, block.a.situ_linear_beta));
       }
-      out.x = words[0], out.y = words[1], out.z = words[2], out.w = words[3];
-      shared[(k / 4 * S::kTokens + token) * 4 + k % 4] = out;
     }
     team.sync();
   }
 };
 
-// What is added to a product's rows, F32: nothing, or the parts of all ranks, [part][row] in the second field that the phase reads. Sums of parts
+// What is added to a product's rows, F32: nothing, or the parts of all ranks, [part][row] in field kField_ that the phase reads. Sums of parts
 // lie behind the tokens in shared memory, [unit][token][row of the tile], of kUnits_ units of a block at most.
 struct LaunchNothing {
   static constexpr int floats(int) { return 0; }
   template <class Block> static K3_DEVICE void fetch(Block&, const ProgramPhase&, int, float*) {}
   static K3_DEVICE float add(float v, const float*, int) { return v; }
 };
-template <int kRanks, int kTiles, int kUnits_>
+template <int kRanks, int kTiles, int kUnits_, int kField_>
 struct LaunchAdd {
   static constexpr int floats(int tokens) { return kUnits_ * tokens * kTileRows; }
   template <class Block>
   static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase, float* sums) {
     typedef typename Block::Shape S;
-    const u32* from = (const u32*)block.input(p, 1);
-    const int row = block.link(p).in[1].row * 4;
+    const u32* from = (const u32*)block.input(p, kField_);
+    const int row = block.link(p).in[kField_].row * 4;
     const Consumers team;   // of this phase alone, as in launch_kda.cuh
     team.sync();            // all are finished with the phase before
 #pragma unroll 1
@@ -132,7 +148,7 @@ struct LaunchAdd {
   static K3_DEVICE float add(float v, const float* sums, int at) { return v + sums[at]; }
 };
 
-//   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: an even number, so that two of them share a load of x
+//   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: an even number, so that two of them share a load of x, or one
 //   kParts_            blocks of a cluster that share a tile, 1 or all
 //   Out_, In_, Add_    what becomes of its rows (LaunchOut), what it multiplies, what is added to it
 template <int kLeaves_, int kSteps_, int kParts_, int kSlotBytes, class Out_, class In_ = LaunchPlain, class Add_ = LaunchNothing>
@@ -143,21 +159,28 @@ struct LaunchProduct {
   static constexpr int kLeaves = kLeaves_, kSteps = kSteps_, kParts = kParts_;
   static constexpr int kBlockLeaves = kLeaves / kParts, kGroups = kConsumers / kBlockLeaves;   // kGroups units at a time
   static constexpr int kChunkSteps = chunk_steps(kSteps, kSlotBytes / kStepBytes, false), kChunks = kSteps / kChunkSteps;
-  static constexpr int kChunkBytes = kChunkSteps * kStepBytes, kUnitCopies = kBlockLeaves * kChunks;
+  static constexpr int kChunkBytes = kChunkSteps * kStepBytes, kCopyLeaves = kChunks > 1 ? 1 : copy_leaves(kBlockLeaves, kChunkBytes, kSlotBytes);
+  static constexpr int kCopyBytes = kCopyLeaves * kChunkBytes, kLeafCopies = kBlockLeaves / kCopyLeaves, kUnitCopies = kLeafCopies * kChunks;
   static constexpr int kOwnVectors = kBlockLeaves * kSteps * 2;   // of a token, what one block reads
-  static constexpr int x_vectors(int tokens, int) { return tokens * kOwnVectors + Add::floats(tokens) / 4; }
-  static_assert(kSteps % 2 == 0 && kBlockLeaves * kParts == kLeaves && kGroups * kBlockLeaves == kConsumers, "warps take whole leaves");
-  static_assert(kChunkBytes <= kSlotBytes, "a copy fits a slot");
+  static constexpr int in_at(int tokens) { return In::kUnits * tokens * kOwnVectors + Add::floats(tokens) / 4; }
+  static constexpr int x_vectors(int tokens, int) { return in_at(tokens) + In::vectors(tokens); }
+  // Where vector `k` of a token's share of x lies.
+  template <int kTokens> static K3_DEVICE int x_at(int token, int k) {
+    constexpr int kRun = kSteps > 1 ? 4 : 2;   // of a pair of steps, or of a single one
+    return (k / kRun * kTokens + token) * kRun + k % kRun;
+  }
+  static_assert((kSteps % 2 == 0 || kSteps == 1) && kBlockLeaves * kParts == kLeaves && kGroups * kBlockLeaves == kConsumers, "warps take whole leaves");
+  static_assert(kCopyBytes <= kSlotBytes, "a copy fits a slot");
 
   // Copy `j` of a unit: chunk by chunk, so that all its warps have something early.
   static K3_DEVICE size_t offset(int tile, int part, int j) {
-    return ((size_t(tile) * kLeaves + part * kBlockLeaves + j % kBlockLeaves) * kSteps + j / kBlockLeaves * kChunkSteps) * kStepBytes;
+    return ((size_t(tile) * kLeaves + part * kBlockLeaves + j % kLeafCopies * kCopyLeaves) * kSteps + j / kLeafCopies * kChunkSteps) * kStepBytes;
   }
 
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase& p, const u8* w, int phase) {
     const int part = kParts > 1 ? block.part() : 0;
-    producer.copies(p.units * kUnitCopies, kChunkBytes, kChunkBytes, phase, [](int) { return 1; },
+    producer.copies(p.units * kUnitCopies, kCopyBytes, kCopyBytes, phase, [](int) { return 1; },
                     [&](int i, int) { return w + offset(p.tiles[i / kUnitCopies], part, i % kUnitCopies); });
   }
 
@@ -168,14 +191,14 @@ struct LaunchProduct {
     Add::fetch(block, p, phase, added(block));
     In::template receive<LaunchProduct>(block, p, phase);
     block.received(phase);
-    const uint4* x = block.x() + leaf * (kSteps / 2) * S::kTokens * 4;
+    const uint4* x = block.x() + leaf * kSteps * 2 * S::kTokens;
     // Kinds that clusters share divide the warps alike, so their turns count on; warps of another kind's group may have had different numbers of them.
     u32 own_turns = 0, &turns = kParts > 1 ? block.counts.turns : own_turns;
     int before = -1;   // the unit of the turn before, which this block has yet to hear of
 #pragma unroll 1
     for (int u = group; u < p.units; u += kGroups, ++turns) {
       float c[4];
-      leaf_chain<LaunchProduct, S::kTokens>(c, block.ring, block.counts.copies + u * kUnitCopies + leaf, x, block.me, block.a.watch, phase);
+      leaf_chain<LaunchProduct, S::kTokens>(c, block.ring, block.counts.copies + u * kUnitCopies, leaf, x + (In::kUnits > 1 ? u * S::kTokens * kOwnVectors : 0), block.me, block.a.watch, phase);
       float* partial = block.partial(turns) + group * kBlockLeaves * S::kTokens * kSumStride;
       store_leaf_sums<kBlockLeaves, S::kTokens>(c, partial, group, leaf, block.me);
       if constexpr (kParts == 1) finish(block, p, phase, partial, leaf * kWarpSize + block.me.lane, u);
@@ -191,7 +214,7 @@ struct LaunchProduct {
   }
 
   template <class Block>
-  static K3_DEVICE float* added(const Block& block) { return (float*)(block.x() + Block::Shape::kTokens * kOwnVectors); }
+  static K3_DEVICE float* added(const Block& block) { return (float*)(block.x() + In::kUnits * Block::Shape::kTokens * kOwnVectors); }
   // Rows of half `half` of unit `u`'s tile, as LaunchOut's.
   template <class Block>
   static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int token, int u, int half, float v, bool live, int lane) {

@@ -1,6 +1,6 @@
 // The weight stream of a persistent block: one producer thread fills a ring of shared memory by bulk copies in the order of the block's
-// program, consumer warps take single copies out of it. What is in flight is capped; the cap falls while the block waits for a hand-over,
-// whose loads would stand behind the weights otherwise. Every wait is bounded: who waited for what is written to host memory, then a trap
+// program, consumer warps take single copies out of it. What is in flight is capped: loads of a hand-over would stand behind the weights
+// otherwise. Every wait is bounded: who waited for what is written to host memory, then a trap
 // ends the launch. Who looks again and again takes issue slots from the warps that multiply, so long waits sleep (K3_POLL, which
 // launch_source.py defines, is 1: they do not).
 #pragma once
@@ -71,6 +71,7 @@ inline bool inbox_try(u64* bar, u32 parity) {
 }
 inline void barrier_arrive_times(u64* bar, u32 times) { while (times--) barrier_arrive(bar); }
 inline void bulk_prefetch(const void*, u32) {}
+inline void fence_slot() {}
 inline int first_lane(u32 mask) { return __builtin_ffs(mask) - 1; }
 inline void pause_ns(u32 ns) {
   for (; ns >= 32; ns -= 32) shim_yield();
@@ -103,6 +104,8 @@ K3_DEVICE void barrier_arrive_times(u64* bar, u32 times) {
 }
 K3_DEVICE int first_lane(u32 mask) { return __ffs(mask) - 1; }   // -1: none
 K3_DEVICE void bulk_prefetch(const void* p, u32 bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory"); }
+// Behind a thread's own stores to a slot: bulk copies into it come later.
+K3_DEVICE void fence_slot() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 K3_DEVICE void pause_ns(u32 ns) { __nanosleep(ns); }
 K3_DEVICE void warps_sync(int id, int threads) {
   __syncwarp();
@@ -159,7 +162,6 @@ K3_DEVICE int blocks_of_grid() {
 struct LaunchState {
   volatile u32 received;   // phases whose input this block has read
   volatile u32 cleaned;    // phases whose used-up slots are clean everywhere
-  volatile u32 waiting;    // this block waits for a hand-over
   volatile u32 chosen;     // choices of experts that this block has made
 };
 
@@ -176,20 +178,21 @@ struct LaunchRing {
   }
   // Copy `n` of the block's program, counted from the launch's first. Before it is issued the slot may stand two turns back, where its
   // barrier looks as if the copy were there.
-  K3_DEVICE const u8* take(u32 n, const Watch& watch, int phase) {
+  K3_DEVICE const u8* take(u32 n, const Watch& watch, int phase) const {
     const u32 slot = n % kSlots, parity = n / kSlots & 1;
     for (Spin spin; issued[slot] != n + 1 || !barrier_try(full + slot, parity); spin.turn(watch, kWaitWeights, phase, n))
       if (!K3_POLL && issued[slot] != n + 1) pause_ns(kTakePause);
     return slots + slot * kSlotBytes;
   }
   // A whole warp; shares of the warps that take a copy add up to kConsumers.
-  K3_DEVICE void give(u32 n, u32 share, const Me& me) {
+  K3_DEVICE void give(u32 n, u32 share, const Me& me) const {
     __syncwarp();
     if (me.lane == 0) barrier_arrive_times(empty + n % kSlots, share);
   }
 };
 
-// The producer's end, one warp. A lane a copy: a single thread would take as long to issue one as the memory to bring it.
+// The producer's end, one warp. A lane a copy: a single thread would take as long to issue one as the memory to bring it. What it does for a copy sets
+// the pace where the L2 has the bytes, so there is little of it: where the next copies lie is worked out while these wait.
 template <class Ring>
 struct LaunchProducer {
   // Lanes go as they can, none more than kLanes ahead. What a lane looks back to must not have left its slot by then: its barrier would look as
@@ -197,9 +200,8 @@ struct LaunchProducer {
   static constexpr int kLanes = min_of(8, Ring::kSlots / 2), kMostAhead = Ring::kSlots - kLanes;
   static constexpr u32 kIdleTurns = 2;   // looks at a full ring for each copy that is brought into the L2: about what the memory gives a block
   Ring& ring;
-  const LaunchState& state;
   const Watch& watch;
-  u32 window, waiting_window;   // bytes in flight at most, and while the block waits for a hand-over
+  u32 window;                   // bytes in flight at most
   int prefetch;                 // copies of the same phase that are brought into the L2 while the ring is full, at most
   u32 issued = 0, choices = 0;  // copies; choices of experts that it has come by
 
@@ -217,33 +219,34 @@ struct LaunchProducer {
     barrier = __shfl_sync(kFullWarp, barrier, first), parity = __shfl_sync(kFullWarp, parity, first);
     barrier_try(ring.full + barrier, parity);
   }
-  static K3_DEVICE u32 copies_of(u32 window, u32 bytes) { return max_of(1, min_of(kMostAhead, window / bytes)); }
 
   // Copies 0 to count - 1 of a phase, most of them of `bytes`: a slot gets pieces(i) copies of `each` bytes, number j from from(i, j).
   template <class Pieces, class From>
   K3_DEVICE void copies(int count, u32 bytes, u32 each, int phase, Pieces&& pieces, From&& from) {
-    const u32 most = copies_of(window, bytes), least = copies_of(waiting_window, bytes);
+    const u32 most = max_of(1, min_of(kMostAhead, window / bytes));
     int fetched = 0;
     u32 idle = 0;
+    const int end = lane_id() < kLanes ? count : 0;
+    int next = lane_id();
+    const u8* next_source = next < end ? from(next, 0) : nullptr;
     for (int first = 0; first < count; first += kLanes) {
-      const int i = first + lane_id();
-      bool mine = lane_id() < kLanes && i < count;
+      const int i = next, parts = i < end ? pieces(i) : 0;
+      const u8* source = next_source;
+      bool mine = i < end;
       const u32 n = issued + lane_id(), slot = n % Ring::kSlots;
-      const Before room = before(n - Ring::kSlots), landed = before(n - most), while_waiting = before(n - least);
-      const int parts = mine ? pieces(i) : 0;
-      const u8* source = mine ? from(i, 0) : nullptr;
+      const Before room = before(n - Ring::kSlots), landed = before(n - most);
+      next += kLanes;
+      if (next < end) next_source = from(next, 0);
       Spin spin;
       while (__any_sync(kFullWarp, mine)) {
-        const bool waiting = state.waiting;
-        const Before last = {waiting ? while_waiting.at : landed.at, waiting ? while_waiting.parity : landed.parity};
-        const bool may = mine && last.passed(ring.full), fits = may && room.passed(ring.empty);
+        const bool may = mine && landed.passed(ring.full), fits = may && room.passed(ring.empty);
         if (fits) {
           barrier_expect(ring.full + slot, parts * each);
           for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * each, j ? from(i, j) : source, each, ring.full + slot);
           ring.issued[slot] = n + 1;
           mine = false;
         } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
-        if (!K3_POLL && !prefetch && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : last.at, may ? room.parity : last.parity);
+        if (!K3_POLL && !prefetch && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : landed.at, may ? room.parity : landed.parity);
         if (prefetch && __any_sync(kFullWarp, may && !fits) && ++idle % kIdleTurns == 0) {
           fetched = max_of(fetched, first + kLanes);
           if (fetched < min_of(count, first + kLanes + prefetch)) {

@@ -7,21 +7,20 @@
 constexpr int kMlaShareRegs = 128, kMlaRestRegs = 64, kMlaWeighRegs = 160;
 static_assert(kMlaRestRegs + 2 * kMlaWeighRegs <= 3 * kMlaShareRegs, "a block has what it is given at its start: who asks for more waits for ever");
 
-// A block of S::kThreads threads; any number of blocks, one an SM by its shared memory. `ready` returns when the step's queries and cache
+// S::kThreads threads (By: MlaBlock in mla_core.cuh); any number of blocks, one an SM by its shared memory. `ready` returns when the step's queries and cache
 // rows are written. The rows' own tables are inputs of the step and read before it, and so are, with kEarly, cache rows before the position
 // of a run's first row: those of earlier steps.
-template <class S, bool kEarly = true, class Ready>
-K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready) {
-  const int warp = warp_id();
+template <class S, bool kEarly = true, class Ready, class By = MlaBlock>
+K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const By& by = {}) {
+  const int warp = by.warp();
   if (warp == 0) {
-    mla_plan<S::kHeads>(a.rows, m.work, S::widths(), gridDim.x);
+    mla_plan<S::kHeads>(a.rows, m.work, S::widths(), by.blocks(), by.lane());
     __syncwarp();
-    MlaItem first;
-    first.columns = 0;
-    if (int(blockIdx.x) < mla_items(m.work)) first = mla_item<S::kHeads>(m.work, blockIdx.x);
-    if (lane_id() == 0) m.first = first;
+    MlaItem first{};   // set on one path only it would keep its registers in all of a single launch
+    if (by.number() < mla_items(m.work)) first = mla_item<S::kHeads>(m.work, by.number());
+    if (by.lane() == 0) m.first = first;
   }
-  if (threadIdx.x == kWarpSize) {
+  if (by.thread() == kWarpSize) {
     map_prefetch(a.map);
     for (int i = 0; i < S::kRing; ++i) {
       barrier_init(&m.full[i], 1);
@@ -39,26 +38,26 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready) {
     for (int i = 0; i < 4; ++i) barrier_init(&m.sum_full[i], 1);
     barrier_fence_init();
   }
-  __syncthreads();
+  by.sync();
   const bool any = m.first.columns != 0;
   if (warp == 0 && any) {
     MlaCursor c{0, 0};
-    mla_copy(a, m, m.first, c, 0, mla_ahead<kEarly>(m.work, m.first));
+    mla_copy(a, m, m.first, c, 0, mla_ahead<S, kEarly>(m.work, m.first), by.lane());
   }
   ready();
   if (warp && any) {                                     // nobody waits for the first queries longer than for the first page
-    mla_load_queries<S, (S::kColumns + S::kWarps - 2) / (S::kWarps - 1)>(a, m, m.first, 0, warp - 1, S::kWarps - 1);
+    mla_load_queries<S, (S::kColumns + S::kWarps - 2) / (S::kWarps - 1)>(a, m, m.first, 0, warp - 1, S::kWarps - 1, by);
     named_barrier(2, (S::kWarps - 1) * kWarpSize);
   }
   if (warp < 4) {
     if constexpr (S::kMoveRegisters) give_registers<kMlaRestRegs>();
-    if (warp == 0) mla_produce<S, kEarly>(a, m);
-    else if (warp < 3) mla_prepare<S>(a, m, warp - 1);
-    else mla_sum<S>(a, m);
+    if (warp == 0) mla_produce<S, kEarly>(a, m, by);
+    else if (warp < 3) mla_prepare<S>(a, m, warp - 1, by);
+    else mla_sum<S>(a, m, by.lane());
   } else if (warp < S::kWeighers) {
-    mla_score<S>(m, warp / 4 - 1, warp % 4);
+    mla_score<S>(m, warp / 4 - 1, warp % 4, by.lane());
   } else {
     if constexpr (S::kMoveRegisters) take_registers<kMlaWeighRegs>();
-    mla_weigh<S>(a, m, warp - S::kWeighers);
+    mla_weigh<S>(a, m, warp - S::kWeighers, by.lane());
   }
 }

@@ -20,17 +20,19 @@ struct MlaCombine {
 };
 
 template <int kTogether>
-struct MlaCombineSmem {      // units use the halves in turn
+struct MlaCombineSums {      // units use the halves in turn
   float4 sum[2][kTogether][kMlaCombineWarps][kMlaSlab / 4];
   float weight[2][kMlaCombineWarps], top[2][kMlaCombineWarps];
-  MlaWork work;
 };
+template <int kTogether>
+struct MlaCombineSmem : MlaCombineSums<kTogether> { MlaWork work; };
 
-// The largest of a block's values, by way of a warp's each.
-K3_DEVICE float mla_block_top(float (&tops)[kMlaCombineWarps], float top) {
+// The largest of a team's values, by way of a warp's each.
+template <class Team = WholeBlock>
+K3_DEVICE float mla_block_top(float (&tops)[kMlaCombineWarps], float top, const Team& team = {}) {
   top = warp_max(top);
-  if (lane_id() == 0) tops[warp_id()] = top;
-  __syncthreads();
+  if (team.lane() == 0) tops[team.warp()] = top;
+  team.sync();
   K3_UNROLL
   for (int w = 0; w < kMlaCombineWarps; ++w) top = fmaxf(top, tops[w]);
   return top;
@@ -41,77 +43,84 @@ K3_DEVICE float4 shuffle4(const float4& a, int mask) {
   return {__shfl_xor_sync(kFullWarp, a.x, mask), __shfl_xor_sync(kFullWarp, a.y, mask), __shfl_xor_sync(kFullWarp, a.z, mask), __shfl_xor_sync(kFullWarp, a.w, mask)};
 }
 
-// Units, kTogether slabs of 32 latent values of a row and head, are shared out over any number of blocks of kMlaCombineThreads threads.
-// kHeads, kLatent as in the attend launch; `ready` returns when that is complete. Rows of a run with one chunk are done already.
+// A unit, kTogether slabs of 32 latent values of a row and head, from value `at` on, by a team of kMlaCombineThreads threads. `turn` tells it which half
+// of `m` is free. kAtOnce: results that a thread asks for at once. put(column, value): mean latent, all threads of the warps that have some.
+template <int kHeads, int kLatent, int kTogether, int kAtOnce = kMlaBatch, class Put, class Team = WholeBlock>
+K3_DEVICE void mla_combine_unit(const MlaCombine& a, MlaCombineSums<kTogether>& m, const MlaWork& work, int row, int head, int at, int& turn, Put&& put, const Team& team = {}) {
+  constexpr int kUnit = kTogether * kMlaSlab, kBatch = kAtOnce / kTogether, kStep = kBatch * kMlaClassCount;
+  const int tid = team.thread(), cls = tid / 8, lane = tid % 8;
+  const int run = work.run[row], chunks = mla_chunks(work.position[row] + 1), columns = work.length[run] * kHeads;
+  const size_t first = work.before[kMlaClasses][run] + (row - run) * kHeads + head;
+  const float2* top_sum = a.top_sum + first;
+  const float4* from = (const float4*)(a.partial + first * kLatent + at) + lane;
+  float2 ts[kBatch];
+  float4 v[kBatch][kTogether], o[kTogether] = {};
+  auto load = [&](int base) {
+    K3_UNROLL
+    for (int i = 0; i < kBatch; ++i) {
+      const int j = base + i * kMlaClassCount;
+      ts[i] = j < chunks ? top_sum[size_t(j) * columns] : float2{minus_infinity(), 0};
+      K3_UNROLL
+      for (int s = 0; s < kTogether; ++s) {
+        const bool inside = kLatent % kUnit == 0 || at + s * kMlaSlab + lane * 4 < kLatent;
+        v[i][s] = inside && j < chunks ? from[size_t(j) * columns * (kLatent / 4) + s * (kMlaSlab / 4)] : float4{0, 0, 0, 0};
+      }
+    }
+  };
+  load(cls);
+  float top = minus_infinity();
+  K3_UNROLL
+  for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ts[i].x);
+  for (int j = cls + kStep; j < chunks; j += kMlaClassCount) top = fmaxf(top, top_sum[size_t(j) * columns].x);
+  turn ^= 1;
+  top = mla_block_top(m.top[turn], top, team);
+  float total = 0;
+  for (int base = cls;;) {
+    K3_UNROLL
+    for (int i = 0; i < kBatch; ++i) {
+      if (base + i * kMlaClassCount >= chunks) break;
+      const float f = power_of_two(ts[i].x - top);
+      total = fmaf(ts[i].y, f, total);
+      K3_UNROLL
+      for (int s = 0; s < kTogether; ++s)
+        o[s] = {fmaf(v[i][s].x, f, o[s].x), fmaf(v[i][s].y, f, o[s].y), fmaf(v[i][s].z, f, o[s].z), fmaf(v[i][s].w, f, o[s].w)};
+    }
+    base += kStep;
+    if (base >= chunks) break;
+    load(base);
+  }
+  K3_UNROLL
+  for (int d = 8; d < kWarpSize; d *= 2) {
+    K3_UNROLL
+    for (int s = 0; s < kTogether; ++s) o[s] = add4(o[s], shuffle4(o[s], d));
+    total += __shfl_xor_sync(kFullWarp, total, d);
+  }
+  if (team.lane() < 8)
+    K3_UNROLL
+    for (int s = 0; s < kTogether; ++s) m.sum[turn][s][team.warp()][lane] = o[s];
+  if (team.lane() == 0) m.weight[turn][team.warp()] = total;
+  team.sync();
+  if (tid < kUnit && at + tid < kLatent) {
+    const float w = divide(a.cache_scale, tree_sum<kMlaCombineWarps>(m.weight[turn], 1));
+    put(at + tid, tree_sum<kMlaCombineWarps>((const float*)m.sum[turn][tid / kMlaSlab] + tid % kMlaSlab, kMlaSlab) * w);
+  }
+}
+
+// Units are shared out over any number of blocks. kHeads, kLatent as in the attend launch; `ready` returns when that is complete. Rows of a run with one
+// chunk are done already.
 template <int kHeads, int kLatent, int kTogether, class Ready>
 K3_DEVICE void mla_combine(const MlaCombine& a, MlaCombineSmem<kTogether>& m, Ready ready) {
-  constexpr int kUnit = kTogether * kMlaSlab, kUnits = (kLatent + kUnit - 1) / kUnit, kBatch = kMlaBatch / kTogether, kStep = kBatch * kMlaClassCount;
-  const int tid = threadIdx.x, cls = tid / 8, lane = tid % 8;
+  constexpr int kUnit = kTogether * kMlaSlab, kUnits = (kLatent + kUnit - 1) / kUnit;
   if (warp_id() == 0) mla_plan<kHeads>(a.rows, m.work, {{kHeads, kHeads, kHeads}}, 0);
   __syncthreads();
   ready();
-  if (blockIdx.x == 0 && tid == 0) *a.next = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.next = 0;
   int turn = 0;
   for (int unit = blockIdx.x; unit < a.rows.rows * kHeads * kUnits; unit += gridDim.x) {
     const int at = unit % kUnits * kUnit, head = unit / kUnits % kHeads, row = unit / (kUnits * kHeads);
     if (m.work.slot[row] < 0) continue;
-    const int run = m.work.run[row], all = m.work.chunks[run], chunks = mla_chunks(m.work.position[row] + 1), columns = m.work.length[run] * kHeads;
-    if (all == 1) continue;
-    const size_t first = m.work.before[kMlaClasses][run] + (row - run) * kHeads + head;
-    const float2* top_sum = a.top_sum + first;
-    const float4* from = (const float4*)(a.partial + first * kLatent + at) + lane;
-    float2 ts[kBatch];
-    float4 v[kBatch][kTogether], o[kTogether] = {};
-    auto load = [&](int base) {
-      K3_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        const int j = base + i * kMlaClassCount;
-        ts[i] = j < chunks ? top_sum[size_t(j) * columns] : float2{minus_infinity(), 0};
-        K3_UNROLL
-        for (int s = 0; s < kTogether; ++s) {
-          const bool inside = kLatent % kUnit == 0 || at + s * kMlaSlab + lane * 4 < kLatent;
-          v[i][s] = inside && j < chunks ? from[size_t(j) * columns * (kLatent / 4) + s * (kMlaSlab / 4)] : float4{0, 0, 0, 0};
-        }
-      }
-    };
-    load(cls);
-    float top = minus_infinity();
-    K3_UNROLL
-    for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ts[i].x);
-    for (int j = cls + kStep; j < chunks; j += kMlaClassCount) top = fmaxf(top, top_sum[size_t(j) * columns].x);
-    turn ^= 1;
-    top = mla_block_top(m.top[turn], top);
-    float total = 0;
-    for (int base = cls;;) {
-      K3_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
-        if (base + i * kMlaClassCount >= chunks) break;
-        const float f = power_of_two(ts[i].x - top);
-        total = fmaf(ts[i].y, f, total);
-        K3_UNROLL
-        for (int s = 0; s < kTogether; ++s)
-          o[s] = {fmaf(v[i][s].x, f, o[s].x), fmaf(v[i][s].y, f, o[s].y), fmaf(v[i][s].z, f, o[s].z), fmaf(v[i][s].w, f, o[s].w)};
-      }
-      base += kStep;
-      if (base >= chunks) break;
-      load(base);
-    }
-    K3_UNROLL
-    for (int d = 8; d < kWarpSize; d *= 2) {
-      K3_UNROLL
-      for (int s = 0; s < kTogether; ++s) o[s] = add4(o[s], shuffle4(o[s], d));
-      total += __shfl_xor_sync(kFullWarp, total, d);
-    }
-    if (lane_id() < 8)
-      K3_UNROLL
-      for (int s = 0; s < kTogether; ++s) m.sum[turn][s][warp_id()][lane] = o[s];
-    if (lane_id() == 0) m.weight[turn][warp_id()] = total;
-    __syncthreads();
-    if (tid < kUnit && at + tid < kLatent) {
-      const float w = divide(a.cache_scale, tree_sum<kMlaCombineWarps>(m.weight[turn], 1));
-      a.out[(size_t(row) * kHeads + head) * kLatent + at + tid] =
-          float_to_bf16(tree_sum<kMlaCombineWarps>((const float*)m.sum[turn][tid / kMlaSlab] + tid % kMlaSlab, kMlaSlab) * w);
-    }
+    if (m.work.chunks[m.work.run[row]] == 1) continue;
+    mla_combine_unit<kHeads, kLatent, kTogether>(a, m, m.work, row, head, at, turn, [&](int c, float v) { a.out[(size_t(row) * kHeads + head) * kLatent + c] = float_to_bf16(v); });
   }
 }
 
@@ -135,15 +144,23 @@ K3_DEVICE void mla_store(u8* to, float v) { *to = float_to_e4m3(v); }
 template <int kN, int kLeaves>
 struct MlaLeaf {
   static constexpr int kSize = kN / kLeaves, kValues = (kSize + kWarpSize - 1) / kWarpSize;
-  K3_DEVICE static int at(int i) { return warp_id() * kSize + lane_id() + i * kWarpSize; }
-  K3_DEVICE static bool has(int i) { return warp_id() < kLeaves && lane_id() + i * kWarpSize < kSize; }
-  K3_DEVICE static float squares(const float (&v)[kValues]) {
+  template <class Team = WholeBlock> K3_DEVICE static int at(int i, const Team& team = {}) { return team.warp() * kSize + team.lane() + i * kWarpSize; }
+  template <class Team = WholeBlock> K3_DEVICE static bool has(int i, const Team& team = {}) { return team.warp() < kLeaves && team.lane() + i * kWarpSize < kSize; }
+  K3_DEVICE static float squares(const float* v) {
     float sum = 0;
     K3_UNROLL
     for (int i = 0; i < kValues; ++i) sum = fmaf(v[i], v[i], sum);
     return warp_sum(sum);
   }
+  // 1 / root of the mean square, from all leaves' squares.
+  K3_DEVICE static float inverse(const float* leaves, float eps) { return 1.0f / sqrtf(tree_sum<kLeaves>(leaves, 1) / float(kN) + eps); }
 };
+// What goes on as BF16: of the query to its product, of the latent to the cache.
+K3_DEVICE float mla_normed(float v, float inverse, float weight) { return round_bf16(v * inverse) * weight; }
+template <class Stored>
+K3_DEVICE void mla_store_latent(Stored* to, float normed, float cache_scale) { mla_store(to, round_bf16(normed) / cache_scale); }
+template <class Stored>
+K3_DEVICE void mla_store_key(Stored* to, float key, float cache_scale) { mla_store(to, key / cache_scale); }
 
 // Norms one row's low-rank query and latent and puts latent and shared key in the cache. Stored: bf16 or u8 (e4m3). 512 threads.
 // `ready` returns when query and latent are written; the step's tables and the norms' weights are read before it, all else behind it at once.
@@ -173,15 +190,14 @@ K3_DEVICE void mla_write(const MlaWrite& a, float (&leaf)[2][16], int row, Ready
   const float sum[2] = {Query::squares(query), Latent::squares(latent)};
   if (lane_id() == 0) leaf[0][warp_id()] = sum[0], leaf[1][warp_id()] = sum[1];
   __syncthreads();
-  const float query_inverse = 1.0f / sqrtf(tree_sum<kQueryLeaves>(leaf[0], 1) / float(kQuery) + a.eps);
-  const float latent_inverse = 1.0f / sqrtf(tree_sum<kLatentLeaves>(leaf[1], 1) / float(kLatent) + a.eps);
+  const float query_inverse = Query::inverse(leaf[0], a.eps), latent_inverse = Latent::inverse(leaf[1], a.eps);
   bf16* query_out = a.query_out + size_t(row) * kQuery;
   Stored* to = (Stored*)a.cache + mla_cache_row<kDim>(page, position);
   K3_UNROLL
   for (int i = 0; i < Query::kValues; ++i)
-    if (Query::has(i)) query_out[Query::at(i)] = float_to_bf16(round_bf16(query[i] * query_inverse) * query_norm[i]);
+    if (Query::has(i)) query_out[Query::at(i)] = float_to_bf16(mla_normed(query[i], query_inverse, query_norm[i]));
   K3_UNROLL
   for (int i = 0; i < Latent::kValues; ++i)
-    if (holds && Latent::has(i)) mla_store(to + Latent::at(i), round_bf16(round_bf16(latent[i] * latent_inverse) * latent_norm[i]) / a.cache_scale);
-  if (holds && tid < kRope) mla_store(to + kLatent + tid, key / a.cache_scale);
+    if (holds && Latent::has(i)) mla_store_latent(to + Latent::at(i), mla_normed(latent[i], latent_inverse, latent_norm[i]), a.cache_scale);
+  if (holds && tid < kRope) mla_store_key(to + kLatent + tid, key, a.cache_scale);
 }

@@ -77,14 +77,17 @@ struct MlaE4m3 {
   }
 };
 
-// kTiles: tiles of 8 queries a group holds (1, 2, 3, 4 or 6). kRing: pieces of 16 cache rows in shared memory, at least 8.
-template <class Cache_, int kHeads_, int kLatent_, int kRope_, int kTiles_, int kRing_>
+// kTiles: tiles of 8 queries a group holds (1, 2, 3, 4 or 6). kRing: pieces of 16 cache rows in shared memory, at least a page and, for scores of one
+// page beside weights of the one before, two. kSets: sets of score warps. kQueryTiles: tiles of queries that have room, of two groups where there is
+// room for two.
+template <class Cache_, int kHeads_, int kLatent_, int kRope_, int kTiles_, int kRing_, int kSets_ = (kTiles_ > 2 ? 1 : 2), int kQueryTiles_ = (kTiles_ > 3 ? kTiles_ : 2 * kTiles_)>
 struct MlaShape {
   using Cache = Cache_;
   static constexpr int kHeads = kHeads_, kLatent = kLatent_, kDim = kLatent_ + kRope_, kTiles = kTiles_, kRing = kRing_;
   static constexpr int kColumns = 8 * kTiles;
+  static constexpr bool kTight = false;           // registers are short: addresses are not computed ahead
   static constexpr bool kPartial = false;         // whether results stay partial also where a run has one chunk (mla_own.cuh)
-  static constexpr int kSets = kTiles > 2 ? 1 : 2, kWeighers = 4 + 4 * kSets, kWarps = kWeighers + 8, kThreads = kWarps * kWarpSize;   // kWeighers: their first warp
+  static constexpr int kSets = kSets_, kWeighers = 4 + 4 * kSets, kWarps = kWeighers + 8, kThreads = kWarps * kWarpSize;   // kWeighers: their first warp
   static constexpr int kKSteps = kDim / 16, kPair = Cache::kSteps;
   // A group of fewer tiles is multiplied by itself where that saves something: of the queries of a row alone, and of two tiles.
   static constexpr int kHeadTiles = (kHeads + 7) / 8, kOfRow = kHeadTiles < kTiles && kHeadTiles != 5 ? kHeadTiles : 2;
@@ -96,9 +99,10 @@ struct MlaShape {
   static constexpr bool kMoveRegisters = kTiles > 4;
   static_assert(!kMoveRegisters || kSets == 1, "see kMlaShareRegs");
   // Queries of two groups lie in shared memory, the next one's already while one is scored, where both fit.
-  static constexpr int kQueryTiles = kTiles > 3 ? kTiles : 2 * kTiles, kQueryColumns = 8 * kQueryTiles;
+  static constexpr int kQueryTiles = kQueryTiles_, kQueryColumns = 8 * kQueryTiles;
   static constexpr u32 kQueryBlock = kQueryTiles * kColumnTile;   // 64 dims of all of them
   static_assert(kRowBytes % kBlock == 0 && kKSteps % 4 == 0 && kLatent % 16 == 0, "whole blocks and tiles");
+  static_assert(kRing >= 4 && kQueryTiles >= kTiles && kQueryTiles >= 2, "a page and a group fit; half of the queries' room is whole tiles");
   // Where byte `at` of a piece lies: what the copy engine does with 64- or 128-byte swizzle.
   K3_DEVICE static u32 swizzle(u32 at) { return at ^ (at >> 3 & (kBlock - 16)); }
   K3_DEVICE static bool whole(int columns) { return columns > kQueryColumns / 2; }   // a group that needs all of it
@@ -118,6 +122,7 @@ struct MlaSmem {
   int rescale[2];                              // any factor is not 1
   MlaWork work;
   MlaItem item[2], first;                      // the block's own first item, too
+  static constexpr int kBarriers = 2 * S::kRing + 18;   // from here on
   u64 full[S::kRing], empty[S::kRing], top_full[2], weight_full[2], weight_empty[2], item_full[2], item_empty[2], query_full[2], query_empty[2], sum_full[4];
 };
 
@@ -160,18 +165,36 @@ struct MlaCursor {           // a place in the ring
 };
 
 // Pieces of the block's first item that are copied before the step's queries are there: those that no row of the step writes, and not so
-// many that they would delay what makes the queries.
+// many that they would delay what makes the queries, or not fit.
 constexpr int kMlaAhead = 8;
-template <bool kEarly>
-K3_DEVICE int mla_ahead(const MlaWork& w, const MlaItem& item) { return !kEarly ? 0 : min(max(w.position[item.run] - item.begin, 0) / 16, kMlaAhead); }
+template <class S, bool kEarly>
+K3_DEVICE int mla_ahead(const MlaWork& w, const MlaItem& item) {
+  return !kEarly ? 0 : min(max(w.position[item.run] - item.begin, 0) / 16, S::kRing < kMlaAhead ? S::kRing : kMlaAhead);
+}
+
+// Who attends: all threads of a kernel's block; the kernel's blocks take items as they come; queries lie in memory.
+struct MlaBlock : WholeBlock {
+  K3_DEVICE int number() const { return blockIdx.x; }
+  K3_DEVICE int blocks() const { return gridDim.x; }
+  // The item behind item `index`. No sooner than it is needed: who reserves ahead takes from those who are done.
+  K3_DEVICE int next(const MlaAttend& a, int, int items) const {
+    return items <= blocks() ? items : blocks() + __shfl_sync(kFullWarp, lane() == 0 ? atomicAdd(a.next, 1) : 0, 0);
+  }
+  // Vector unit(j) of query query(j), a row's and head's, for every j with wants(j); else zeros. kUnits: vectors of a query.
+  template <int kUnits, int kCount, class Wants, class Query, class Unit>
+  K3_DEVICE void load(const MlaAttend& a, uint4 (&v)[kCount], Wants&& wants, Query&& query, Unit&& unit) const {
+    K3_UNROLL
+    for (int j = 0; j < kCount; ++j) v[j] = wants(j) ? load_activations((const uint4*)a.query + u32(query(j)) * kUnits + unit(j)) : uint4{0, 0, 0, 0};
+  }
+};
 
 // Of all its pages; a group may end before the run's last chunk begins.
 K3_DEVICE int mla_item_pieces(const MlaItem& item) { return max(item.end - item.begin + 15, 0) / 16; }
 
 // Copies pieces `from` to `to` - 1 of an item, as far as there are so many, into the ring; one warp.
 template <class S>
-K3_DEVICE void mla_copy(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, MlaCursor& c, int from, int to) {
-  const int lane = lane_id(), count = min(mla_item_pieces(item), to);
+K3_DEVICE void mla_copy(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, MlaCursor& c, int from, int to, int lane) {
+  const int count = min(mla_item_pieces(item), to);
   const int pages = (count + 3) / 4;
   const int table = lane < pages ? a.rows.page_table[size_t(item.slot) * a.rows.slot_pages + u32(item.begin / kMlaPage + lane)] : 0;
   K3_ROLLED
@@ -186,15 +209,14 @@ K3_DEVICE void mla_copy(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, 
 }
 
 // Hands out the block's items and copies their pages; mla_ahead pieces of the first are under way, and its queries lie in place.
-template <class S, bool kEarly>
-K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m) {
-  const int lane = lane_id(), items = mla_items(m.work);
-  int index = blockIdx.x, group = -1, place = 0;
+template <class S, bool kEarly, class By>
+K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m, const By& by) {
+  const int lane = by.lane(), items = mla_items(m.work);
+  int index = by.number(), group = -1, place = 0;
   bool whole = false;
   MlaCursor c{0, 0};
   for (int k = 0;; ++k) {
-    // No sooner than it is needed: who reserves ahead takes from those who are done.
-    if (k) index = items <= int(gridDim.x) ? items : gridDim.x + __shfl_sync(kFullWarp, lane == 0 ? atomicAdd(a.next, 1) : 0, 0);
+    if (k) index = by.next(a, index, items);
     MlaItem item = m.first;
     if (index >= items) item.columns = 0;
     else if (k) item = mla_item<S::kHeads>(m.work, index);
@@ -211,39 +233,33 @@ K3_DEVICE void mla_produce(const MlaAttend& a, MlaSmem<S>& m) {
       barrier_arrive(&m.item_full[k & 1]);
     }
     if (item.columns == 0) return;
-    const int ahead = k ? 0 : min(mla_ahead<kEarly>(m.work, item), mla_item_pieces(item));
+    const int ahead = k ? 0 : min(mla_ahead<S, kEarly>(m.work, item), mla_item_pieces(item));
     c.step<S::kRing>(ahead);
-    mla_copy(a, m, item, c, ahead, 1 << 20);
+    mla_copy(a, m, item, c, ahead, 1 << 20, lane);
   }
 }
 
 // Queries `warp`, `warp` + `warps`, ... of a group as scaled columns from column `place`; kBatch of them are on their way at once.
-template <class S, int kBatch>
-K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int place, int warp, int warps) {
+template <class S, int kBatch, class By>
+K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int place, int warp, int warps, const By& by) {
   using C = typename S::Cache;
-  const int lane = lane_id(), columns = (item.columns + 7) / 8 * 8;
+  const int lane = by.lane(), columns = (item.columns + 7) / 8 * 8;
   constexpr int kLoads = (S::kDim / 8 + kWarpSize - 1) / kWarpSize;
   K3_ROLLED
   for (int start = warp; start < columns; start += warps * kBatch) {
-    uint4 v[kBatch][kLoads];
-    K3_UNROLL
-    for (int h = 0; h < kBatch; ++h) {
-      const int column = start + h * warps;
-      const uint4* from = (const uint4*)(a.query + u32(item.run * S::kHeads + item.first + column) * S::kDim);
-      K3_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        int unit = lane + i * kWarpSize;
-        v[h][i] = column < item.columns && unit < S::kDim / 8 ? load_activations(from + unit) : uint4{0, 0, 0, 0};
-      }
-    }
+    uint4 all[kBatch * kLoads];
+    auto unit_of = [&](int j) { return lane + j % kLoads * kWarpSize; };
+    by.template load<S::kDim / 8>(a, all, [&](int j) { return start + j / kLoads * warps < item.columns && unit_of(j) < S::kDim / 8; },
+                                  [&](int j) { return item.run * S::kHeads + item.first + start + j / kLoads * warps; }, unit_of);
     K3_UNROLL
     for (int h = 0; h < kBatch; ++h) {
       const int column = start + h * warps, to = place + column;
       if (column >= columns) break;
+      uint4* v = all + h * kLoads;
       float largest = 0;
       K3_UNROLL
       for (int i = 0; i < kLoads; ++i) {
-        const u32 w[4] = {v[h][i].x, v[h][i].y, v[h][i].z, v[h][i].w};
+        const u32 w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
         K3_UNROLL
         for (int j = 0; j < 4; ++j)
           largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(w[j] << 16)), fabsf(__uint_as_float(w[j] & 0xffff0000u))));
@@ -253,8 +269,8 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
       for (int i = 0; i < kLoads; ++i) {
         int unit = lane + i * kWarpSize;
         if (unit >= S::kDim / 8) continue;
-        settle(v[h][i]);   // unpacked again: the values of both passes together would fill registers
-        const u32 w[4] = {v[h][i].x, v[h][i].y, v[h][i].z, v[h][i].w};
+        settle(v[i]);   // unpacked again: the values of both passes together would fill registers
+        const u32 w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
         u32 pair[4];
         K3_UNROLL
         for (int j = 0; j < 4; ++j) pair[j] = C::pack(__uint_as_float(w[j] << 16) * scale, __uint_as_float(w[j] & 0xffff0000u) * scale);
@@ -270,18 +286,18 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
 }
 
 // Keeps the queries of the next group ready; two warps.
-template <class S>
-K3_DEVICE void mla_prepare(const MlaAttend& a, MlaSmem<S>& m, int warp) {
+template <class S, class By>
+K3_DEVICE void mla_prepare(const MlaAttend& a, MlaSmem<S>& m, int warp, const By& by) {
   for (int k = 0;; ++k) {
     barrier_wait(&m.item_full[k & 1], k / 2 & 1);
     const MlaItem& item = m.item[k & 1];
     if (item.columns == 0) return;
     if (item.load) {
       if (item.load > 1) barrier_wait(&m.query_empty[k & 1 ^ 1], (k - 1) / 2 & 1);
-      mla_load_queries<S, S::kMoveRegisters ? 1 : 2>(a, m, item, item.place, warp, 2);
+      mla_load_queries<S, S::kMoveRegisters ? 1 : 2>(a, m, item, item.place, warp, 2, by);
     }
     __syncwarp();
-    if (lane_id() == 0) {
+    if (by.lane() == 0) {
       barrier_arrive(&m.query_full[k & 1]);
       barrier_arrive(&m.item_empty[k & 1]);
     }

@@ -14,6 +14,10 @@ K3_DEVICE void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
 K3_DEVICE void map_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map)); }
 // Orders this thread's stores to shared memory before what the copy engine and the tensor cores do there behind a barrier.
 K3_DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders the same of memory that the copy engine reads: by who stored, before it says so, and by who copies, once it knows.
+K3_DEVICE void fence_copied_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// A barrier's place is free for other things. Nobody uses it any more.
+K3_DEVICE void barrier_end(u64* bar) { asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(bar)) : "memory"); }
 // Threads of some warps meet; id 0 is __syncthreads.
 K3_DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 template <int kRegs>

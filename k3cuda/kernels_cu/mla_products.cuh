@@ -31,13 +31,15 @@ K3_DEVICE void settle(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v
 
 #ifdef K3_WGMMA
 template <int kTiles> struct Columns { u64 descriptor; };
+// A shared address as descriptors have it: in a cluster the bits above say which block's it is.
+K3_DEVICE u32 descriptor_address(u32 at) { return (at & 0x3ffff) >> 4; }
 
 // `at` and `more` units of 16 bytes: where a k-step (32 bytes) of the first tile lies.
 template <int kTiles>
-K3_DEVICE Columns<kTiles> columns_by_k(u32 at, u32 more) { return {u64((at >> 4) + more) | u64(kColumnTile >> 4 | 1u << 30) << 32}; }
+K3_DEVICE Columns<kTiles> columns_by_k(u32 at, u32 more, int lane) { return {u64(descriptor_address(at) + more) | u64(kColumnTile >> 4 | 1u << 30) << 32}; }
 // `at`: first 8 x 8 values of the 16 k; `k_stride`: bytes to those of the next 8 k.
 template <int kTiles>
-K3_DEVICE Columns<kTiles> columns_by_column(u32 at, u32 k_stride) { return {u64((at >> 4) + (k_stride << 12)) | u64(128 >> 4) << 32}; }
+K3_DEVICE Columns<kTiles> columns_by_column(u32 at, u32 k_stride, int lane) { return {u64(descriptor_address(at) + (k_stride << 12)) | u64(128 >> 4) << 32}; }
 
 #ifdef K3_HOST_SHIM
 inline void products_begin() {}
@@ -94,9 +96,9 @@ template <int kTiles> struct Columns { u32 b[kTiles][2]; };
 
 // Lane 8 i + r names row r of matrix i: k 8 (i % 2) to + 7 of tile n + i / 2.
 template <int kTiles>
-K3_DEVICE Columns<kTiles> columns_by_k(u32 at, u32 more) {
+K3_DEVICE Columns<kTiles> columns_by_k(u32 at, u32 more, int lane) {
   Columns<kTiles> c;
-  const int i = lane_id() / 8, r = lane_id() % 8;
+  const int i = lane / 8, r = lane % 8;
   K3_UNROLL
   for (int n = 0; n < kTiles; n += 2) {
     const int last = n + 1 < kTiles ? 1 : 0, tile = n + (i / 2 < last ? i / 2 : last);
@@ -107,9 +109,9 @@ K3_DEVICE Columns<kTiles> columns_by_k(u32 at, u32 more) {
   return c;
 }
 template <int kTiles>
-K3_DEVICE Columns<kTiles> columns_by_column(u32 at, u32 k_stride) {
+K3_DEVICE Columns<kTiles> columns_by_column(u32 at, u32 k_stride, int lane) {
   Columns<kTiles> c;
-  const int i = lane_id() / 8, r = lane_id() % 8;
+  const int i = lane / 8, r = lane % 8;
   K3_UNROLL
   for (int n = 0; n < kTiles; n += 2) {
     const int last = n + 1 < kTiles ? 1 : 0, tile = n + (i / 2 < last ? i / 2 : last);

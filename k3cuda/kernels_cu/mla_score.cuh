@@ -24,29 +24,38 @@ K3_DEVICE void mla_clear_hidden(MlaSmem<S>& m, const MlaCursor& c, int page, con
 
 // Products of a warp's 16 cache rows with kUse tiles of queries: rows at shared address `from`, a lane's own; queries at `query`.
 template <class S, int kUse>
-K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query) {
+K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int lane) {
   using C = typename S::Cache;
-  uint4 rows[kMlaUnderWay], raw, next;
+  // Where registers are short, four steps at a time: the addresses that mma.sync's columns have in all of them would fill them.
+#ifdef K3_WGMMA
+  constexpr int kRun = S::kKSteps;
+#else
+  constexpr int kRun = S::kTight ? 4 : S::kKSteps;
+#endif
+  uint4 rows[kMlaUnderWay] = {}, raw, next;
   settle(query);
   settle(from);
   next = load_matrices(S::swizzle(from));
-  K3_UNROLL
-  for (int step = 0; step < S::kKSteps; ++step) {
-    if (step % S::kPair == 0) {
-      raw = next;
-      if (step + S::kPair < S::kKSteps) next = load_matrices(S::swizzle(from + (step / S::kPair + 1) * 32));
+  K3_ROLLED
+  for (int first = 0; first < S::kKSteps; first += kRun)
+    K3_UNROLL
+    for (int i = 0; i < kRun; ++i) {
+      const int step = first + i;
+      if (i % S::kPair == 0) {
+        raw = next;
+        if (step + S::kPair < S::kKSteps) next = load_matrices(S::swizzle(from + (step / S::kPair + 1) * 32));
+      }
+      if (step >= kMlaUnderWay) {
+        products_wait<kMlaUnderWay - 1>();
+        settle(rows[i % kMlaUnderWay]);
+        settle(raw);                                     // unpacked no sooner than there is room
+      }
+      rows[i % kMlaUnderWay] = C::rows(raw, i % S::kPair);
+      const Columns<kUse> q = columns_by_k<kUse>(query, step / 4 * (S::kQueryBlock / 16) + i % 4 * 2, lane);
+      products_begin();
+      product<C::kF16, false>(s, rows[i % kMlaUnderWay], q, step > 0);
+      products_end();
     }
-    if (step >= kMlaUnderWay) {
-      products_wait<kMlaUnderWay - 1>();
-      settle(rows[step % kMlaUnderWay]);
-      settle(raw);                                     // unpacked no sooner than there is room
-    }
-    rows[step % kMlaUnderWay] = C::rows(raw, step % S::kPair);
-    const Columns<kUse> q = columns_by_k<kUse>(query, step / 4 * (S::kQueryBlock / 16) + step % 4 * 2);
-    products_begin();
-    product<C::kF16, false>(s, rows[step % kMlaUnderWay], q, step > 0);
-    products_end();
-  }
   products_wait<0>();
   K3_UNROLL
   for (int i = 0; i < kMlaUnderWay; ++i) settle(rows[i]);
@@ -58,9 +67,9 @@ K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query) {
 
 // Warp `piece` (0-3) of set `set`; sets take turns by pages. m runs through the pages: of two sets, one takes it from the other.
 template <class S, int kUse>
-K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCursor& c, u32& count) {
+K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCursor& c, u32& count, int lane) {
   using C = typename S::Cache;
-  const int lane = lane_id(), g = lane / 4, t = lane % 4, place = m.item[k & 1].place, end = m.item[k & 1].end;
+  const int g = lane / 4, t = lane % 4, place = m.item[k & 1].place, end = m.item[k & 1].end;
   const u32 query = shared_address(m.query[0][place / 8]);
   int pieces;
   for (int page = m.item[k & 1].begin; page < end; page += kMlaPage, c.step<S::kRing>(pieces), ++count) {
@@ -71,7 +80,7 @@ K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCurso
     p.step<S::kRing>(piece < pieces ? piece : 0);        // who has no piece scores the first once more, for nothing
     barrier_wait(&m.full[p.at], p.parity);
     float s[kUse][4] = {};
-    mla_score_products<S, kUse>(s, shared_address(m.ring[p.at]) + lane % 16 * S::kRowBytes + lane / 16 * 16, query);
+    mla_score_products<S, kUse>(s, shared_address(m.ring[p.at]) + lane % 16 * S::kRowBytes + lane / 16 * 16, query, lane);
     const bool edge = page + kMlaPage - 1 > m.item[k & 1].low;    // some row does not see all of the page
     K3_UNROLL
     for (int n = 0; n < kUse; ++n) {
@@ -135,7 +144,7 @@ K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCurso
 }
 
 template <class S>
-K3_DEVICE void mla_score(MlaSmem<S>& m, int set, int piece) {
+K3_DEVICE void mla_score(MlaSmem<S>& m, int set, int piece, int lane) {
   MlaCursor c{0, 0};
   u32 count = 0;
   for (int k = 0;; ++k) {
@@ -143,11 +152,11 @@ K3_DEVICE void mla_score(MlaSmem<S>& m, int set, int piece) {
     const int columns = m.item[k & 1].columns;
     if (columns == 0) return;
     barrier_wait(&m.query_full[k & 1], k / 2 & 1);
-    if (S::kFew < S::kTiles && columns <= 8 * S::kFew) mla_score_item<S, S::kFew>(m, k, set, piece, c, count);
-    else if (S::kFew < S::kMiddle && columns <= 8 * S::kMiddle) mla_score_item<S, S::kMiddle>(m, k, set, piece, c, count);
-    else mla_score_item<S, S::kTiles>(m, k, set, piece, c, count);
+    if (S::kFew < S::kTiles && columns <= 8 * S::kFew) mla_score_item<S, S::kFew>(m, k, set, piece, c, count, lane);
+    else if (S::kFew < S::kMiddle && columns <= 8 * S::kMiddle) mla_score_item<S, S::kMiddle>(m, k, set, piece, c, count, lane);
+    else mla_score_item<S, S::kTiles>(m, k, set, piece, c, count, lane);
     __syncwarp();
-    if (lane_id() == 0) {
+    if (lane == 0) {
       barrier_arrive(&m.query_empty[k & 1]);
       barrier_arrive(&m.item_empty[k & 1]);
     }

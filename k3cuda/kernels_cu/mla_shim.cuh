@@ -17,8 +17,9 @@ inline u32 __byte_perm(u32 a, u32 b, u32 s) {
   return r;
 }
 
-inline u32 shared_address(const void* p) { return u32((const u8*)p - shim::cur->b->dyn); }
-inline u8* shared_pointer(u32 at) { return shim::cur->b->dyn + at; }
+// As on the machine, bits above an address inside the block say which block of the cluster it is.
+inline u32 shared_address(const void* p) { return u32((const u8*)p - shim::cur->b->dyn) | (shim::cluster_size() > 1 ? shim::cluster_rank() << 24 : 0); }
+inline u8* shared_pointer(u32 at) { return shim::cur->b->dyn + (at & 0xffffff); }
 
 // The map of the host: address, bytes of a row, bytes of a block (which is the swizzle).
 struct __align__(64) TensorMap { u64 opaque[16]; };
@@ -34,6 +35,8 @@ inline void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
   barrier_check((HostBarrier*)bar);
 }
 inline void fence_copies() {}
+inline void fence_copied_memory() {}
+inline void barrier_end(u64*) {}
 inline void map_prefetch(const TensorMap*) {}
 template <int> inline void give_registers() {}
 template <int> inline void take_registers() {}

@@ -5,7 +5,7 @@
 // A warp's share of the products of a page, whose first piece is at `c`: its rows of the latent, kUse tiles of queries. `weights`: shared
 // address. Pieces that nobody sees have weights 0, and the first stands for them: a branch would put an end to products under way.
 template <class S, int kUse>
-K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces) {
+K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces, int lane) {
   using C = typename S::Cache;
   constexpr int kOwn = S::kOwnRowTiles, kAll = 4 * kOwn, kUnderWay = kMlaUnderWay;
   MlaCursor p = c;
@@ -15,7 +15,7 @@ K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUs
   for (int l = 0; l < kAll; ++l) {
     const int piece = l / kOwn, i = l % kOwn;
     if (i == 0) {
-      w = columns_by_column<kUse>(weights + piece * 2 * S::kTiles * 128, S::kTiles * 128);
+      w = columns_by_column<kUse>(weights + piece * 2 * S::kTiles * 128, S::kTiles * 128, lane);
       if (piece) p.step<S::kRing>(1);
       if (piece >= pieces) p.at = c.at;
     }
@@ -43,9 +43,9 @@ K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUs
 
 // A final result is divided and rounded as mla_combine does it, which has nothing to add here.
 template <class S, int kUse>
-K3_DEVICE void mla_finish(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int k, int own, const float (&o)[S::kOwnRowTiles][kUse][4]) {
+K3_DEVICE void mla_finish(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int k, int own, const float (&o)[S::kOwnRowTiles][kUse][4], int lane) {
   using C = typename S::Cache;
-  const int g = lane_id() / 4, t = lane_id() % 4;
+  const int g = lane / 4, t = lane % 4;
   barrier_wait(&m.sum_full[k & 3], k / 4 & 1);
   bf16* to = a.out + (size_t(item.run) * S::kHeads + item.first) * S::kLatent;
   K3_UNROLL
@@ -71,9 +71,9 @@ K3_DEVICE void mla_finish(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item
 }
 
 template <class S, int kUse>
-K3_DEVICE void mla_store_partial(const MlaAttend& a, const MlaItem& item, int own, const float (&o)[S::kOwnRowTiles][kUse][4]) {
+K3_DEVICE void mla_store_partial(const MlaAttend& a, const MlaItem& item, int own, const float (&o)[S::kOwnRowTiles][kUse][4], int lane) {
   using C = typename S::Cache;
-  const int g = lane_id() / 4, t = lane_id() % 4;
+  const int here = not_before_here(lane), g = here / 4, t = here % 4;
   float* to = a.partial + size_t(item.partial) * S::kLatent;
   K3_UNROLL
   for (int i = 0; i < S::kOwnRowTiles; ++i) {
@@ -96,9 +96,9 @@ K3_DEVICE void mla_store_partial(const MlaAttend& a, const MlaItem& item, int ow
 }
 
 template <class S, int kUse>
-K3_DEVICE void mla_weigh_item(const MlaAttend& a, MlaSmem<S>& m, int k, int warp, MlaCursor& c, u32& count) {
+K3_DEVICE void mla_weigh_item(const MlaAttend& a, MlaSmem<S>& m, int k, int warp, MlaCursor& c, u32& count, int lane) {
   constexpr int kLoads = S::kOwnRowTiles / S::kPair;
-  const int lane = lane_id(), t = lane % 4, own = warp * S::kOwnRowTiles;
+  const int t = lane % 4, own = warp * S::kOwnRowTiles;
   u32 at[kLoads];
   K3_UNROLL
   for (int i = 0; i < kLoads; ++i)   // a warp beyond the latent values multiplies the first ones for nothing
@@ -122,7 +122,7 @@ K3_DEVICE void mla_weigh_item(const MlaAttend& a, MlaSmem<S>& m, int k, int warp
       }
     // The weights' barrier says that the rows have landed, too.
     const u32 weights = shared_address(m.weight[buffer]);
-    mla_weigh_products<S, kUse>(m, o, at, c, weights, pieces);
+    mla_weigh_products<S, kUse>(m, o, at, c, weights, pieces, lane);
     __syncwarp();
     MlaCursor mine = c;
     mine.step<S::kRing>(lane % 4);
@@ -133,29 +133,29 @@ K3_DEVICE void mla_weigh_item(const MlaAttend& a, MlaSmem<S>& m, int k, int warp
   // What is needed only now is read only now: registers are short above.
   const MlaItem& item = m.item[k & 1];
   if (item.end <= item.begin) return;   // no row of the group reaches the run's last chunk
-  if (!S::kPartial && item.chunks == 1) mla_finish<S, kUse>(a, m, item, k, own, o);
-  else mla_store_partial<S, kUse>(a, item, own, o);
+  if (!S::kPartial && item.chunks == 1) mla_finish<S, kUse>(a, m, item, k, own, o, lane);
+  else mla_store_partial<S, kUse>(a, item, own, o, lane);
 }
 
 template <class S>
-K3_DEVICE void mla_weigh(const MlaAttend& a, MlaSmem<S>& m, int warp) {
+K3_DEVICE void mla_weigh(const MlaAttend& a, MlaSmem<S>& m, int warp, int lane) {
   MlaCursor c{0, 0};
   u32 count = 0;
   for (int k = 0;; ++k) {
     barrier_wait(&m.item_full[k & 1], k / 2 & 1);
     const int columns = m.item[k & 1].columns;
     if (columns == 0) return;
-    if (S::kFew < S::kTiles && columns <= 8 * S::kFew) mla_weigh_item<S, S::kFew>(a, m, k, warp, c, count);
-    else if (S::kFew < S::kMiddle && columns <= 8 * S::kMiddle) mla_weigh_item<S, S::kMiddle>(a, m, k, warp, c, count);
-    else mla_weigh_item<S, S::kTiles>(a, m, k, warp, c, count);
+    if (S::kFew < S::kTiles && columns <= 8 * S::kFew) mla_weigh_item<S, S::kFew>(a, m, k, warp, c, count, lane);
+    else if (S::kFew < S::kMiddle && columns <= 8 * S::kMiddle) mla_weigh_item<S, S::kMiddle>(a, m, k, warp, c, count, lane);
+    else mla_weigh_item<S, S::kTiles>(a, m, k, warp, c, count, lane);
     __syncwarp();
-    if (lane_id() == 0) barrier_arrive(&m.item_empty[k & 1]);
+    if (lane == 0) barrier_arrive(&m.item_empty[k & 1]);
   }
 }
 
 // Adds the weights of every query up: products with ones, so that sums and weighted latents see the same weights in the same order. One warp.
 template <class S>
-K3_DEVICE void mla_sum(const MlaAttend& a, MlaSmem<S>& m) {
+K3_DEVICE void mla_sum(const MlaAttend& a, MlaSmem<S>& m, int lane) {
   using C = typename S::Cache;
   constexpr int kBeside = S::kTiles % 2 ? 1 : 2;     // chains at a time
   u32 count = 0;
@@ -165,7 +165,7 @@ K3_DEVICE void mla_sum(const MlaAttend& a, MlaSmem<S>& m) {
     if (item.columns == 0) return;
     const int tiles = (item.columns + 7) / 8;
     for (int page = item.begin, end = item.end; page < end; page += kMlaPage, ++count) {
-      const int buffer = count & 1, lane = lane_id(), t = lane % 4;
+      const int buffer = count & 1, t = lane % 4;
       barrier_wait(&m.weight_full[buffer], count / 2 & 1);
       const u32 weights = shared_address(m.weight[buffer]) + lane / 8 % 2 * (S::kTiles * 128) + lane % 8 * 16;
       K3_ROLLED
@@ -193,12 +193,12 @@ K3_DEVICE void mla_sum(const MlaAttend& a, MlaSmem<S>& m) {
       __syncwarp();
       if (lane == 0) barrier_arrive(&m.weight_empty[buffer]);
     }
-    if (lane_id() == 0) barrier_arrive(&m.sum_full[k & 3]);
+    if (lane == 0) barrier_arrive(&m.sum_full[k & 3]);
     if ((S::kPartial || item.chunks > 1) && item.end > item.begin)
       K3_ROLLED
-      for (int column = lane_id(); column < item.columns; column += kWarpSize)
+      for (int column = lane; column < item.columns; column += kWarpSize)
         a.top_sum[item.partial + column] = m.result[k & 3][column];
     __syncwarp();
-    if (lane_id() == 0) barrier_arrive(&m.item_empty[k & 1]);
+    if (lane == 0) barrier_arrive(&m.item_empty[k & 1]);
   }
 }

@@ -66,9 +66,8 @@ struct MlaWidths { int width[3]; };
 // One warp; the caller synchronises. Groups are as narrow as they can be with an item for each of `blocks`: where there are blocks without
 // work, more of them read a page and each does less with it. Widths change no byte.
 template <int kHeads>
-K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, int blocks) {
+K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, int blocks, int lane = lane_id()) {
   constexpr int kSums = kMlaClasses + 1;
-  const int lane = lane_id();
   int slot[2], position[2], length[2], chunks[2], items[2] = {}, own[2][kSums], sum[2][kSums];
   u64 edges = 0;
   K3_UNROLL

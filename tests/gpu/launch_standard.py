@@ -3,11 +3,16 @@ scripts/bench_launch.py. A device runs kernels by name on NumPy arrays and gives
 from dataclasses import dataclass
 
 import core_kernels as ck
+import launch_standard_mla as mla
 import numpy as np
 
 from k3cuda import launch_kinds as lk
 from k3cuda import launch_source as ls
 from k3cuda.block_program import BlockProgram
+from k3cuda.emit_sizes import MAX_SHARED
+from k3cuda.launch_mixes import OUT, SUMS, Mix
+from k3cuda.launch_mla import HeadProduct, NormedProduct
+from k3cuda.phases import MIX_SLICES
 
 NOT_THERE = 0x80008000   # kNotThere of launch_exchange.cuh
 ROUTE_THREADS, MIX_THREADS = 128, 448
@@ -61,12 +66,14 @@ class Standard:
 
     def __init__(self, program: BlockProgram, sms: int, clusters: bool, situ, routed_scale: float, norm_eps: float):
         self.program, self.sms, self.clusters, self.scalars = program, sms, clusters, (situ, routed_scale, norm_eps)
-        self.norms = {k.name: (k.n, k.leaves, k.rank_parts, k.blocks, k.slices if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, lk.Mix)}
+        self.norms = {k.stage: (k.n, k.leaves, k.rank_parts, k.blocks, min(k.leaves, MIX_SLICES) if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, Mix)}
         text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "kda_core.cuh"\n#include "norm_core.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
         for k in program.kinds:
             text += self._source(k)
-        self.kernels += ["activate", "sigmoids"]
-        self.text = text + """extern "C" __global__ void activate(const float* gate, const float* up, float b, float c, bf16* act) {
+        of_mla, names = mla.source(program.kinds, 6 if clusters and program.tokens > 1 else 2, MAX_SHARED if clusters else 110 * 1024)
+        self.kernels += ["activate", "sigmoids", *names]
+        self.mla = mla.StandardMla(self)
+        self.text = text + of_mla + """extern "C" __global__ void activate(const float* gate, const float* up, float b, float c, bf16* act) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   act[i] = float_to_bf16(situ(gate[i], up[i], b, c));
 }
@@ -76,9 +83,10 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
     def _source(self, k) -> str:
         tokens, top_k = self.program.tokens, self.program.top_k
         if isinstance(k, lk.Product):
-            shape = f"RowAuto<{k.tiles}, {k.leaves}, {k.steps}, 1>" if self.clusters else f"RowShape<{k.leaves}, {k.steps}, 1, 1, {min(k.leaves, 4)}, 1, 1, 4096>"
+            tiles = k.head_tiles if isinstance(k, HeadProduct) else k.tiles
+            shape = f"RowAuto<{tiles}, {k.leaves}, {k.steps}, 1>" if self.clusters else f"RowShape<{k.leaves}, {k.steps}, 1, 1, {min(k.leaves, 4)}, 1, 1, 4096>"
             self.kernels.append(k.name)
-            return f"typedef {shape} {k.name}_shape;\nK3_BENCH_ROWS({k.name}, {k.tiles}, {k.name}_shape)\n"
+            return f"typedef {shape} {k.name}_shape;\nK3_BENCH_ROWS({k.name}, {tiles}, {k.name}_shape)\n"
         if isinstance(k, lk.ExpertUp):
             down = next(k for k in self.program.kinds if isinstance(k, lk.ExpertDown))
             self.kernels += ["experts_up", "experts_down"]
@@ -86,8 +94,8 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
             return (f"typedef ExpertList<{tokens * top_k}> items;\ntypedef ExpertUpShape<{k.leaves}, {k.groups}, items, {max(tokens, 2)}, {up_warps}, 62 * 1024> up_shape;\n"
                     f"typedef ExpertDownShape<1, {down.groups}, items, {tokens}, {top_k}, {down_warps}> down_shape;\nK3_BENCH_EXPERTS(experts, 1, 1, up_shape, down_shape)\n")
         kernel = self._kda_kernel()[0] if isinstance(k, lk.Kda) else None
-        if isinstance(k, lk.Mix) and k.round == lk.OUT:
-            kernel = ck.norm_row(*self.norms[k.name])
+        if isinstance(k, Mix) and k.round == SUMS:
+            kernel = ck.norm_row(*self.norms[k.stage])
         if isinstance(k, lk.Route):
             kernel = ck.route(k.experts, k.top_k, ROUTE_THREADS)
         if kernel is None or kernel.name in self.kernels:
@@ -99,18 +107,19 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
         """The stage's, and in how many blocks a head is."""
         return (ck.kda_mix(2, 2, 256), 2) if self.clusters else (ck.kda_mix(1, 4, 512), 1)
 
-    def walk(self, device, record, weights, first, hidden, blocks, mixes, choices, kdas):
+    def walk(self, device, record, weights, first, hidden, blocks, mixes, choices, kdas, mlas=None):
         """Every phase from what the launch recorded. Yields (phase, name, differing values, values) of those that have a kernel here.
 
         Args:
             record: uint32 [phases, record_vectors * 4]. weights: (kind, layer) -> what the device runs kernels on.
             first: the launch's input, as words [rows, n]. hidden, blocks: before the launch, F32; afterwards as they must be.
             mixes: (name of a mix, layer) -> (score F32 [n], norm weight BF16 bits [n]). choices: layer -> LaunchChoice, where they are forced.
-            kdas: layer -> KdaLayer, with the records of the launch.
+            kdas: layer -> KdaLayer, with the records of the launch. mlas: layer -> MlaLayer, whose `after` is the cache behind it.
         """
         p, self.joined = self.program, {}
         self.device, self.record, self.first, self.choices = device, record, first, dict(choices)
         self.hidden, self.blocks, self.mixes, self.kdas = hidden, blocks, mixes, kdas
+        self.mlas = mlas or {}
         for phase, (kind, layer) in enumerate(p.weights):
             k = p.kinds[kind]
             want = self._phase(phase, k, layer, weights.get((kind, layer)))
@@ -119,6 +128,8 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
             got = self.made(phase) if k.fields else [self._words(phase, 0, p.rows, 2 * p.top_k)]
             if isinstance(k, lk.Kda):
                 got += [self.kdas[layer].records[name] for name in KDA_RECORDS]
+            if isinstance(k, mla.MlaNorm):
+                got += [self.mlas[layer].after]
             yield phase, k.name, sum(int((g != w).sum()) for g, w in zip(got, want, strict=True)), sum(w.size for w in want)
 
     def made(self, phase: int) -> list[np.ndarray]:
@@ -149,13 +160,18 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
         rows, (situ, scale, eps) = self.program.rows, self.scalars
         if isinstance(k, lk.ForcedChoice):
             return None
-        x = self.read(phase, 0) if k.reads else None
+        if isinstance(k, (*mla.IN_MEMORY, NormedProduct, HeadProduct)):
+            return self.mla.phase(phase, k, layer, weights, Struct)
+        if isinstance(k, lk.Product) and k.norm:
+            x = self._normed(k.norm, layer, eps)
+        else:
+            x = self.read(phase, 0) if k.reads else None
         if isinstance(k, lk.Route):
             ids, chosen = np.zeros((rows, k.top_k), np.int32), np.zeros((rows, k.top_k), np.float32)
-            self._run(ck.route(k.experts, k.top_k, ROUTE_THREADS).name, rows, ROUTE_THREADS, [x, weights, np.zeros(rows, np.int32), np.float32(scale), ids, chosen])
+            self.run(ck.route(k.experts, k.top_k, ROUTE_THREADS).name, rows, ROUTE_THREADS, [x, weights, np.zeros(rows, np.int32), np.float32(scale), ids, chosen])
             self.choices[layer] = ls.choice(ids, chosen, self.program.tokens)
             return [np.concatenate([ids.view(np.uint32), chosen.view(np.uint32)], 1)]
-        if isinstance(k, lk.Mix):
+        if isinstance(k, Mix):
             return self._mix(phase, k, layer, x, eps)
         if isinstance(k, lk.Kda):
             return self._kda(phase, k, self.kdas[layer], eps)
@@ -163,62 +179,72 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
             if k.situ:
                 turns = x.reshape(rows, -1, 2, 16)
                 x = self._activate(turns[:, :, 0], turns[:, :, 1], situ)
-            y = np.zeros((rows, k.outputs), np.float32)
-            self._run(k.name, None, None, [weights, k.tiles, x, x.shape[1], rows, y, k.outputs])
-            if k.adds:   # as the stage's epilogue does: neighbours first
-                parts = list(self.read(phase, 1).reshape(rows, k.adds, -1).transpose(1, 0, 2))
-                while len(parts) > 1:
-                    parts = [a + b for a, b in zip(parts[::2], parts[1::2])]
-                y = y + parts[0]
-            ends = [*(16 * first for first in k.firsts[1:]), k.outputs]
-            return [stored(y[:, 16 * first:end][:, :f.width], f.dtype) for f, first, end in zip(k.fields, k.firsts, ends)]
+            return self.product(k, weights, x, phase)
         list_bytes = ls.choice_list(self.choices[layer])
         if isinstance(k, lk.ExpertUp):
             y = np.zeros((rows * self.program.top_k, 2, k.outputs), np.float32)
-            self._run("experts_up", self.sms, None, [weights, k.pairs, x, x.shape[1], self.program.top_k, list_bytes, y])
+            self.run("experts_up", self.sms, None, [weights, k.pairs, x, x.shape[1], self.program.top_k, list_bytes, y])
             return [stored(of_bf16(self._activate(y[:, 0], y[:, 1], situ)), "bf16")]
         y = np.zeros((rows, k.outputs), np.float32)
-        self._run("experts_down", -(-k.tiles // 2), None, [weights, k.tiles, x, x.shape[1], self.choices[layer]["weight"][0].copy(), rows, list_bytes, y])
+        self.run("experts_down", -(-k.tiles // 2), None, [weights, k.tiles, x, x.shape[1], self.choices[layer]["weight"][0].copy(), rows, list_bytes, y])
         return [stored(y, k.fields[0].dtype)]
 
+    def product(self, k, weights, x, phase):
+        y = self.multiplied(k, weights, x, k.outputs)
+        if k.adds:   # as the stage's epilogue does: neighbours first
+            parts = list(self.read(phase, len(k.reads) - 1).reshape(len(y), k.adds, -1).transpose(1, 0, 2))
+            while len(parts) > 1:
+                parts = [a + b for a, b in zip(parts[::2], parts[1::2])]
+            y = y + parts[0]
+        ends = [*(16 * first for first in k.firsts[1:]), k.outputs]
+        return [stored(y[:, 16 * first:end][:, :f.width], f.dtype) for f, first, end in zip(k.fields, k.firsts, ends)]
+
+    def multiplied(self, k, weights, x, outputs):
+        """F32 [rows, outputs] of a matrix of so many rows."""
+        y = np.zeros((len(x), outputs), np.float32)
+        self.run(k.name, None, None, [weights, outputs // 16, x, x.shape[1], len(x), y, outputs])
+        return y
+
     def _mix(self, phase, k, layer, x, eps):
-        if k.round == lk.SUMS:
-            self.joined[k.stage] = x
-        if k.round != lk.OUT:
-            return None
-        rows, step, mixes = self.program.rows, self.program.steps[phase], k.blocks > 0
-        closed, opens = step.extra & 15, step.extra >> 4
-        score, weight = self.mixes[k.name, layer]
-        parts = np.ascontiguousarray(self.joined[k.name].reshape(rows, k.rank_parts, k.n).transpose(1, 0, 2))
+        if k.round == SUMS:
+            self.joined[k.stage] = x, self.program.steps[phase].extra
+        return [self._normed(k, layer, eps)] if k.round == OUT else None
+
+    def _normed(self, k, layer, eps):
+        """BF16 bits [rows, n] of the mix whose sums were the last ones; what joined becomes its prefix sum, or a closed block."""
+        rows, mixes, (joined, extra) = self.program.rows, k.blocks > 0, self.joined[k.stage]
+        closed, opens = extra & 15, extra >> 4
+        score, weight = self.mixes[k.stage, layer]
+        parts = np.ascontiguousarray(joined.reshape(rows, k.rank_parts, k.n).transpose(1, 0, 2))
         out, snapshot, hidden = np.zeros((rows, k.n), np.uint16), np.zeros((rows, k.n), np.float32), self.hidden[:rows].copy()
         at = np.ascontiguousarray(self.blocks[:, :rows])
         row = {"row_slot": None, "row_map": None, "rows": rows, "part_rows": rows, "parts": parts, "hidden": hidden if mixes else None, "hidden_out": hidden if mixes else None,
                "snapshot": snapshot if opens else None, "blocks": at, "num_blocks": closed, "score": score, "weight": weight, "out": out, "eps": eps}
-        shape = self.norms[k.name]
-        self._run(ck.norm_row(*shape).name, rows * shape[4], MIX_THREADS, [Struct(ck.NormRow, row)], shared=ck.norm_shared(*shape), cluster=shape[4])
+        shape = self.norms[k.stage]
+        self.run(ck.norm_row(*shape).name, rows * shape[4], MIX_THREADS, [Struct(ck.NormRow, row)], shared=ck.norm_shared(*shape), cluster=shape[4])
         if mixes:
             self.hidden[:rows] = hidden
         if opens:
             self.blocks[closed, :rows] = snapshot
-        return [stored(of_bf16(out), "bf16")]
+        return stored(of_bf16(out), "bf16")
 
     def _kda(self, phase, k, layer, eps):
         rows, c = self.program.rows, k.heads * k.dim
         f_a, logits, qkv, gate = (self.read(phase, i) for i in range(4))
         logits = np.ascontiguousarray(logits[:, :k.heads])
         beta, records = np.zeros_like(logits), {n: np.zeros((rows, c), np.float32) for n in ("k", "v", "decay")}
-        self._run("sigmoids", 1, logits.size, [logits, beta])
+        self.run("sigmoids", 1, logits.size, [logits, beta])
         out, (kernel, split) = np.zeros((rows, c), np.uint16), self._kda_kernel()
         values = layer.fields(rows, k.heads, qkv=qkv, f_a=f_a, beta=beta, out_gate=gate, out=out, eps=eps, **records)
-        self._run(kernel.name, (k.heads * split, rows), kernel.threads, [Struct(ck.KdaMix, values)], shared=ck.kda_mix_shared(split), cluster=split)
+        self.run(kernel.name, (k.heads * split, rows), kernel.threads, [Struct(ck.KdaMix, values)], shared=ck.kda_mix_shared(split), cluster=split)
         return [stored(of_bf16(out), "bf16"), qkv.reshape(rows, 3, c), *(records[n] for n in KDA_RECORDS[1:4]), beta]
 
     def _activate(self, gate, up, situ):
         gate, up = (np.ascontiguousarray(v.reshape(len(v), -1)) for v in (gate, up))
         act = np.zeros(gate.shape, np.uint16)
-        self._run("activate", gate.shape[0], gate.shape[1], [gate, up, np.float32(situ[0]), np.float32(situ[1]), act])
+        self.run("activate", gate.shape[0], gate.shape[1], [gate, up, np.float32(situ[0]), np.float32(situ[1]), act])
         return act
 
-    def _run(self, name, grid, threads, values, shared=0, cluster=1):
+    def run(self, name, grid, threads, values, shared=0, cluster=1):
         """Grid and threads that are None are those that the kernel says."""
         self.device.run(name, grid, threads, values, shared, cluster)

@@ -126,12 +126,15 @@ struct MlaSmem {
   u64 full[S::kRing], empty[S::kRing], top_full[2], weight_full[2], weight_empty[2], item_full[2], item_empty[2], query_full[2], query_empty[2], sum_full[4];
 };
 
-// As many pieces of the cache in flight as `kBytes` of shared memory hold; a piece comes with two barriers.
+// As many pieces of the cache in flight as `kBytes` of shared memory hold; a piece comes with two barriers. Where wide rows leave no room for a
+// page beside the queries, fewer of these go together.
 template <class Cache, int kHeads, int kLatent, int kRope, int kTiles, int kBytes>
 struct MlaFit {
   template <int kRing> using With = MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing>;
   static constexpr int kPieceBytes = With<8>::kPiece + 16, kRest = sizeof(MlaSmem<With<8>>) - 8 * kPieceBytes, kFit = (kBytes - kRest) / kPieceBytes;
-  using Shape = With<(kFit < 24 ? kFit : 24)>;
+  template <bool kFits, class = void> struct Or { using Shape = With<(kFit < 24 ? kFit : 24)>; };
+  template <class Unused> struct Or<false, Unused> { using Shape = typename MlaFit<Cache, kHeads, kLatent, kRope, (kTiles > 4 ? 4 : kTiles - 1), kBytes>::Shape; };
+  using Shape = typename Or<(kFit >= kMlaPage / 16)>::Shape;
 };
 
 struct MlaAttend {

@@ -53,8 +53,8 @@ except K3Error as e:
 """
 TROUBLE = {   # kind -> (code of rank 0, code of the other, what rank 0 says)
     "hang": (9, 9, "rank 1 ({host}) hung: no rank got on for 8 s in the middle of a step"), "odd": (1, 1, "rank 1 ({host}): ValueError: invalid literal"),
-    "memory": (4, 4, "rank 1 ({host}): not enough memory"), "exit": (9, 5, "rank 1 ({host}) ended without a word"),
-    "differ": (7, 7, "rank 1 decided other tokens than rank 0"), "load": (4, 4, "rank 1 ({host}): not enough memory"),
+    "memory": (4, 4, "rank 1 ({host}): not enough host memory"), "exit": (9, 5, "rank 1 ({host}) ended without a word"),
+    "differ": (7, 7, "rank 1 decided other tokens than rank 0"), "load": (4, 4, "rank 1 ({host}): not enough host memory"),
     "none": (2, 0, "a second model in one job: the other ranks have ended with the first one"),
 }
 

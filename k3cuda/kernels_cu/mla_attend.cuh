@@ -58,6 +58,6 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
     mla_score<S>(m, warp / 4 - 1, warp % 4, by.lane());
   } else {
     if constexpr (S::kMoveRegisters) take_registers<kMlaWeighRegs>();
-    mla_weigh<S>(a, m, warp - S::kWeighers, by.lane());
+    mla_weigh<S>(a, m, warp - S::kWeighers, not_before_here(by.lane()));   // a lane kept from the start was two registers too many
   }
 }

@@ -74,16 +74,6 @@ struct LaunchRoute {
   }
   static_assert(kExperts % 4 == 0, "logits come in vectors");
 
-  template <int kWarps>
-  struct Team {
-    Me me;
-    K3_DEVICE int number() const { return me.warp / kWarps; }
-    K3_DEVICE int thread() const { return warp() * kWarpSize + me.lane; }
-    K3_DEVICE int warp() const { return me.warp % kWarps; }
-    K3_DEVICE int lane() const { return me.lane; }
-    K3_DEVICE void sync() const { warps_sync(1 + number(), kWarps * kWarpSize); }
-  };
-
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block&, Producer& producer, const ProgramPhase&, const u8*, int) { ++producer.choices; }
   template <class Block>
@@ -93,7 +83,7 @@ struct LaunchRoute {
     constexpr int kTokens = S::kTokens;
     auto& room = *(Room<kTokens>*)block.x();
     auto& choice = block.choice();
-    const Team<team_warps(kTokens)> team{block.me};
+    const WarpTeam<team_warps(kTokens)> team{block.me};
     const int row = team.number(), first = min_of(row, kTokens - 1) * kTopK;
     auto& own = room.rows[min_of(row, kTokens - 1)];
     block.team().sync();   // all are finished with the phase before

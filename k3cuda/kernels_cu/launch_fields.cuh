@@ -43,6 +43,17 @@ struct Consumers {
   K3_DEVICE void sync() const { warps_sync(kAllConsumers, kThreads); }
 };
 
+// Consumers as several teams of kWarps warps, by number.
+template <int kWarps>
+struct WarpTeam {
+  Me me;
+  K3_DEVICE int number() const { return me.warp / kWarps; }
+  K3_DEVICE int thread() const { return warp() * kWarpSize + me.lane; }
+  K3_DEVICE int warp() const { return me.warp % kWarps; }
+  K3_DEVICE int lane() const { return me.lane; }
+  K3_DEVICE void sync() const { warps_sync(1 + number(), kWarps * kWarpSize); }
+};
+
 // From tile kFirst_ on, rows of a product are the next field, of F32 values or BF16.
 template <int kFirst_, bool kF32_>
 struct LaunchSegment { static constexpr int kFirst = kFirst_; static constexpr bool kF32 = kF32_; };

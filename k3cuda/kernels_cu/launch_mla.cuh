@@ -163,14 +163,6 @@ struct LaunchMlaCombine : LaunchInMemory {
   static constexpr int x_vectors(int, int) { return 0; }   // that of mla_attend
   static_assert(S::kLatent % kUnit == 0, "whole slabs");
   static_assert(kTeams * sizeof(MlaCombineSums<kTogether>) <= sizeof(MlaSmem<S>::ring), "sums lie where pages have lain");
-  struct Team {
-    Me me;
-    K3_DEVICE int number() const { return me.warp / kMlaCombineWarps; }
-    K3_DEVICE int thread() const { return warp() * kWarpSize + me.lane; }
-    K3_DEVICE int warp() const { return me.warp % kMlaCombineWarps; }
-    K3_DEVICE int lane() const { return me.lane; }
-    K3_DEVICE void sync() const { warps_sync(1 + number(), kMlaCombineThreads); }
-  };
 
   template <class Block>
   static K3_DEVICE void consume(Block& old, const ProgramPhase& p, int phase) {
@@ -183,7 +175,7 @@ struct LaunchMlaCombine : LaunchInMemory {
     __threadfence();
     all.sync();
     block.received(phase);
-    const Team team{};
+    const WarpTeam<kMlaCombineWarps> team{};
     auto& sums = ((MlaCombineSums<kTogether>*)r.m.ring)[team.number()];
     const MlaCombine a{r.a.rows, r.a.partial, r.a.top_sum, r.a.cache_scale, nullptr, nullptr};
     int turn = 0;

@@ -29,9 +29,12 @@ struct mla_in : ProductStage<mla_in_rows::kTotal, kMlaInLeaves, kMlaInSteps> {
   }
 };
 
-constexpr int kAttendRows = min_of(kRows, kDecodeRows);   // of a launch of attend and combine; a wider step has one a slice, from op.first_row on
-K3_DEVICE MlaRows mla_rows(const Step& s, const OpArgs& op) {
-  return {row_slot(s) + op.first_row, row_position(s) + op.first_row, page_table(s), s.slot_pages, kAttendRows};
+// Attend and combine take slices of so many rows. A launch of a wider step has kSlices of them side by side, from op.first_row on, each with every
+// kSlices-th block.
+constexpr int kAttendRows = min_of(kRows, kDecodeRows), kSlices = kRows > kDecodeRows && kGroup == 1 ? kAttendSlices : 1;
+K3_DEVICE int first_attended(const OpArgs& op) { return op.first_row + int(blockIdx.x) % kSlices * kAttendRows; }
+K3_DEVICE MlaRows mla_rows(const Step& s, int first) {
+  return {row_slot(s) + first, row_position(s) + first, page_table(s), s.slot_pages, kAttendRows};
 }
 
 struct mla_norm : StageDefaults {
@@ -39,7 +42,7 @@ struct mla_norm : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ float leaf[2][16];
     mla_write<kv_t, kQLoraRank, kQLatentNormLeaves, kKvLoraRank, kKvLatentNormLeaves, kQkRopeHeadDim, kGroup>(
-        {mla_rows(s, op), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
+        {mla_rows(s, 0), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
         leaf, blockIdx.x, [] {
           grid_wait();
           grid_launch_next();
@@ -84,31 +87,39 @@ typedef MlaFit<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kG
 // m and sum of every partial stand before the partials themselves.
 K3_DEVICE float2* mla_top_sum(const Step& s) { return (float2*)s.mla_work; }
 K3_DEVICE float* mla_partial(const Step& s) { return (float*)(s.mla_work + size_t(s.mla_partials) * sizeof(float2)); }
+// The first that belongs to this block's slice.
+K3_DEVICE size_t first_partial(const Step& s) { return size_t(blockIdx.x % kSlices) * (s.mla_partials / kSlices); }
 
 struct mla_attend : StageDefaults {
-  static constexpr int kBlocks = kSms, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>);
+  static constexpr int kBlocks = kSms / kSlices * kSlices, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    const size_t first = size_t(op.first_row) * kOwnNumAttentionHeads;
-    ::mla_attend<MlaLayout>({mla_rows(s, op), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
-                             rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s) + first * kKvLoraRank},
-                            *(MlaSmem<MlaLayout>*)smem, [] {
+    const int row = first_attended(op);
+    const size_t first = size_t(row) * kOwnNumAttentionHeads, partial = first_partial(s);
+    // What lies before a slice behind the first one this step has written: it is not there before the wait.
+    ::mla_attend<MlaLayout, kSlices == 1>({mla_rows(s, row), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
+                                           rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s) + partial * kKvLoraRank, mla_top_sum(s) + partial,
+                                           mla_next(s) + blockIdx.x % kSlices, mla_o_latent(s) + first * kKvLoraRank},
+                                          *(MlaSmem<MlaLayout>*)smem, [] {
       grid_wait();
       grid_launch_next();
-    });
+    }, MlaBlock<kSlices>());
   }
 };
 
 struct mla_combine : StageDefaults {
   static constexpr int kTogether = mla_combine_slabs(kAttendRows), kThreads = kMlaCombineThreads;
-  static constexpr int kBlocks = min_of(kAttendRows * kOwnNumAttentionHeads * ceil_div(kKvLoraRank, kTogether * kMlaSlab), 4 * kSms);
+  static constexpr int kBlocks = min_of(kSlices * kAttendRows * kOwnNumAttentionHeads * ceil_div(kKvLoraRank, kTogether * kMlaSlab), 4 * kSms) / kSlices * kSlices;
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ MlaCombineSmem<kTogether> m;
+    const int row = first_attended(op);
+    const size_t partial = first_partial(s);
     ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, kTogether>(
-        {mla_rows(s, op), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s), mla_o_latent(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kKvLoraRank}, m, [] {
+        {mla_rows(s, row), mla_partial(s) + partial * kKvLoraRank, mla_top_sum(s) + partial, op.kv_scale, mla_next(s) + blockIdx.x % kSlices,
+         mla_o_latent(s) + size_t(row) * kOwnNumAttentionHeads * kKvLoraRank}, m, [] {
           grid_wait();
           grid_launch_next();
-        });
+        }, MlaBlock<kSlices>());
   }
 };
 

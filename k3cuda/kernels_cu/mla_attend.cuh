@@ -14,7 +14,7 @@ template <class S, bool kEarly = true, class Ready, class By = MlaBlock<>>
 K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const By& by = {}) {
   const int warp = by.warp();
   if (warp == 0) {
-    mla_plan<S::kHeads>(a.rows, m.work, S::widths(), by.blocks(), by.lane());
+    mla_plan<S::kHeads>(a.rows, m.work, S::widths(), by.blocks(), by.lane(), by.first_partial);
     __syncwarp();
     MlaItem first{};   // set on one path only it would keep its registers in all of a single launch
     if (by.number() < mla_items(m.work)) first = mla_item<S::kHeads>(m.work, by.number());

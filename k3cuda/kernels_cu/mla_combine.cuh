@@ -111,7 +111,7 @@ K3_DEVICE void mla_combine_unit(const MlaCombine& a, MlaCombineSums<kTogether>& 
 template <int kHeads, int kLatent, int kTogether, class Ready, class By = MlaBlock<>>
 K3_DEVICE void mla_combine(const MlaCombine& a, MlaCombineSmem<kTogether>& m, Ready ready, const By& by = {}) {
   constexpr int kUnit = kTogether * kMlaSlab, kUnits = (kLatent + kUnit - 1) / kUnit;
-  if (warp_id() == 0) mla_plan<kHeads>(a.rows, m.work, {{kHeads, kHeads, kHeads}}, 0);
+  if (warp_id() == 0) mla_plan<kHeads>(a.rows, m.work, {{kHeads, kHeads, kHeads}}, 0, lane_id(), by.first_partial);
   __syncthreads();
   ready();
   if (by.number() == 0 && threadIdx.x == 0) *a.next = 0;

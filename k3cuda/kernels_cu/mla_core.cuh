@@ -178,6 +178,7 @@ K3_DEVICE int mla_ahead(const MlaWork& w, const MlaItem& item) {
 // Who attends: all threads of a kernel's block; every kSlices-th block of the kernel, which take items as they come; queries lie in memory.
 template <int kSlices = 1>
 struct MlaBlock : WholeBlock {
+  int first_partial = 0;   // of the partial results of all slices
   K3_DEVICE int number() const { return blockIdx.x / kSlices; }
   K3_DEVICE int blocks() const { return gridDim.x / kSlices; }
   // The item behind item `index`. No sooner than it is needed: who reserves ahead takes from those who are done.

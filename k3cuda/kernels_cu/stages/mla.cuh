@@ -82,28 +82,40 @@ template <> struct CacheOf<true> { typedef MlaE4m3 type; };
 typedef CacheOf<kKvFp8>::type StepCache;
 constexpr int kQueryTiles = ceil_div(min_of(kRows, 8) * kOwnNumAttentionHeads, 8);   // of eight (row, head) pairs that read a page together
 constexpr int kGroupTiles = kQueryTiles > 4 ? 6 : kQueryTiles;
-typedef MlaFit<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, kMaxShared>::Shape MlaLayout;
+typedef MlaFit<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, kMaxShared - (kSlices > 1 ? sizeof(MlaAttend) : 0)>::Shape MlaLayout;
 
 // m and sum of every partial stand before the partials themselves.
 K3_DEVICE float2* mla_top_sum(const Step& s) { return (float2*)s.mla_work; }
 K3_DEVICE float* mla_partial(const Step& s) { return (float*)(s.mla_work + size_t(s.mla_partials) * sizeof(float2)); }
-// The first that belongs to this block's slice.
-K3_DEVICE size_t first_partial(const Step& s) { return size_t(blockIdx.x % kSlices) * (s.mla_partials / kSlices); }
+K3_DEVICE MlaBlock<kSlices> of_slice(const Step& s) { return {{}, int(blockIdx.x) % kSlices * (s.mla_partials / kSlices)}; }
+
+// Of several slices: addresses that are no constants lie in shared memory, where registers are short.
+struct MlaSlicesRoom {
+  MlaSmem<MlaLayout> m;
+  MlaAttend a;
+};
 
 struct mla_attend : StageDefaults {
-  static constexpr int kBlocks = kSms / kSlices * kSlices, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>);
+  static constexpr int kBlocks = kSms / kSlices * kSlices, kThreads = MlaLayout::kThreads, kSmem = kSlices > 1 ? sizeof(MlaSlicesRoom) : sizeof(MlaSmem<MlaLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     const int row = first_attended(op);
-    const size_t first = size_t(row) * kOwnNumAttentionHeads, partial = first_partial(s);
-    // What lies before a slice behind the first one this step has written: it is not there before the wait.
-    ::mla_attend<MlaLayout, kSlices == 1>({mla_rows(s, row), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
-                                           rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s) + partial * kKvLoraRank, mla_top_sum(s) + partial,
-                                           mla_next(s) + blockIdx.x % kSlices, mla_o_latent(s) + first * kKvLoraRank},
-                                          *(MlaSmem<MlaLayout>*)smem, [] {
+    const size_t first = size_t(row) * kOwnNumAttentionHeads;
+    const MlaAttend a = {mla_rows(s, row), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
+                         rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s), mla_next(s) + blockIdx.x % kSlices,
+                         mla_o_latent(s) + first * kKvLoraRank};
+    auto ready = [] {
       grid_wait();
       grid_launch_next();
-    }, MlaBlock<kSlices>());
+    };
+    if constexpr (kSlices == 1) ::mla_attend<MlaLayout>(a, *(MlaSmem<MlaLayout>*)smem, ready);
+    else {
+      MlaSlicesRoom& room = *(MlaSlicesRoom*)smem;
+      if (threadIdx.x == 0) room.a = a;
+      __syncthreads();
+      // What lies before a slice behind the first one this step has written: it is not there before the wait.
+      ::mla_attend<MlaLayout, false>(room.a, room.m, ready, of_slice(s));
+    }
   }
 };
 
@@ -113,13 +125,12 @@ struct mla_combine : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ MlaCombineSmem<kTogether> m;
     const int row = first_attended(op);
-    const size_t partial = first_partial(s);
     ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, kTogether>(
-        {mla_rows(s, row), mla_partial(s) + partial * kKvLoraRank, mla_top_sum(s) + partial, op.kv_scale, mla_next(s) + blockIdx.x % kSlices,
+        {mla_rows(s, row), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s) + blockIdx.x % kSlices,
          mla_o_latent(s) + size_t(row) * kOwnNumAttentionHeads * kKvLoraRank}, m, [] {
           grid_wait();
           grid_launch_next();
-        }, MlaBlock<kSlices>());
+        }, of_slice(s));
   }
 };
 

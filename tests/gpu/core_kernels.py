@@ -65,8 +65,8 @@ def kda_wide():
     """The three kernels of a wide step's middle, in order. Blocks: (rows / 8 x heads), (heads x 16, lanes), (rows x heads / 8)."""
     gates, scan = "KdaShape<128, 4, 1, 4, 256>", "KdaScanShape<128, 4>"
     bodies = (("gates", gates, 256, "kda_gates<S>(a, w, *(KdaGatesSmem<S>*)raw, blockIdx.x % a.heads, blockIdx.x / a.heads * 8, " + READY + ");"),
-              ("scan", scan, 128, "grid_wait();\n  grid_launch_next();\n  "
-               "kda_scan<S>(a, w, *(KdaScanSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y);"),
+              ("scan", scan, 128,
+               "kda_scan<S>(a, w, *(KdaScanSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y, " + READY + ");"),
               ("norm", scan, 256, "grid_wait();\n  grid_launch_next();\n  kda_norm<S>(a, w, blockIdx.x * 8 + warp_id());"))
     return [_kernel(f"kda_wide_{name}", shape, f"K3_DYN_SMEM(u8, raw);\n  {body}", threads, 1, "KdaMix a, KdaWork w") for name, shape, threads, body in bodies]
 
@@ -94,7 +94,7 @@ def norm_row(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
     """`threads` 0: the kernel of wide steps, a block a row."""
     if not threads:
         return _kernel(f"wide_norm_{n}_{parts}_{blocks}", f"WideNormShape<{n}, {leaves}, {parts}, {blocks}>",
-                       f"__shared__ WideNormSmem<S> m;\n  wide_norm_row<S>(a, m, blockIdx.x, {READY});", leaves * 32, 1, "NormRow a")
+                       f"__shared__ WideNormSmem<S> m;\n  wide_norm_row<S>(a, m, blockIdx.x, blockIdx.x % 2, {READY});", leaves * 32, 1, "NormRow a")
     body = ("K3_DYN_SMEM(unsigned char, raw);\n  norm_row<S>(a, *(NormSmem<S>*)raw, blockIdx.x / S::kCluster, blockIdx.x % S::kCluster, "
             f"{READY});")
     return _kernel(f"norm_{n}_{parts}_{blocks}_{cluster}_{threads}_{min_blocks}", f"NormShape<{n}, {leaves}, {parts}, {blocks}, {cluster}, {threads}>", body,

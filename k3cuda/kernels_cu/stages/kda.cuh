@@ -88,10 +88,11 @@ struct kda_scan : StageDefaults {
                        kSmem = sizeof(KdaScanSmem<KdaScanLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    grid_wait();
-    grid_launch_next();
     ::kda_scan<KdaScanLayout>(kda_middle(s, op), kda_work(s), *(KdaScanSmem<KdaScanLayout>*)smem, blockIdx.x / KdaScanLayout::kSplit,
-                              blockIdx.x % KdaScanLayout::kSplit, blockIdx.y, kLanes);
+                              blockIdx.x % KdaScanLayout::kSplit, blockIdx.y, kLanes, [] {
+      grid_wait();
+      grid_launch_next();
+    });
   }
 };
 

@@ -239,7 +239,7 @@ struct RoutedNorm<true> : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ WideNormSmem<Shape> smem;
     grid_launch_next();
-    wide_norm_row<Shape>(routed_row(s, op), smem, blockIdx.x, [] { grid_wait(); });
+    wide_norm_row<Shape>(routed_row(s, op), smem, blockIdx.x, blockIdx.x >= kResident * kSms, [] { grid_wait(); });
   }
 };
 struct routed_norm : RoutedNorm<kListed> {};

@@ -27,10 +27,7 @@ K3_DEVICE void load_list(List& to, const List* from) {
 }
 
 // A list's units that a block works on: `blocks`, all of the grid, take equal runs.
-struct UnitRun {
-  int begin, end;
-  K3_DEVICE int size() const { return end - begin; }
-};
+struct UnitRun { int begin, end; };
 K3_DEVICE UnitRun unit_run(int units, int blocks) {
   const int per = units / blocks, more = units % blocks, begin = int(blockIdx.x) * per + min_of(blockIdx.x, more);
   return {begin, begin + per + (int(blockIdx.x) < more)};
@@ -77,30 +74,14 @@ struct ExpertUpShape {
   static constexpr int kTokenTiles = (kTokens + kTokenTile - 1) / kTokenTile;   // they share the expansion of a weight
   static constexpr int kSlots = max_of(1, min_of(kWarpSize, kRing_ / (kWK * kChunk)));
   static constexpr int kTokenStride = kTileRows + 4, kPartial = kTokens * kTokenStride;   // floats
-  // Units whose leaf sums are on their way. With several tiles of tokens nearly all warps finish values of every unit: they do so two units later,
-  // when no warp has to be waited for, and while x of another entry comes.
-  static constexpr int kBuffers = kTokenTiles > 1 ? 3 : 2, kBehind = kTokenTiles > 1 ? 2 : 0;
-  static constexpr int kRun = kTokenTiles > 1 ? 2 : 1;                                    // rows of a token that a thread finishes
+  static constexpr int kBuffers = 2;                                                      // units whose leaf sums are on their way
   static constexpr int kBarrierAt = kWK * kSlots * kChunk, kStoredAt = kBarrierAt + kWK * kSlots * 8;
-  static constexpr int kInputAt = kStoredAt + 2 * kBuffers * 8, kPartialAt = aligned16(kInputAt + 8);
+  static constexpr int kPartialAt = aligned16(kStoredAt + 2 * kBuffers * 8);
   static constexpr int kListAt = kPartialAt + aligned16(max_of(kBuffers * 2 * kWK * kPartial * 4, kScratch_));
   static constexpr int kSmem = kListAt + sizeof(List);
   static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
   static_assert(kTokenTiles == 1 || kWarpLeaves <= 2, "two leaves are one sum");
 };
-
-// Sums of the leaves of S::kRun neighbouring rows, from `p` on in every warp's part of a buffer.
-template <class S>
-K3_DEVICE void leaf_tree(float (&sum)[S::kRun], const float* p) {
-  if constexpr (S::kRun == 1) sum[0] = tree_sum<S::kWK>(p, S::kPartial);
-  else {
-    static_assert(S::kRun == 2 && S::kTokenStride % 2 == 0, "a run is one vector");
-    f32x2 v[S::kWK];
-    K3_UNROLL
-    for (int w = 0; w < S::kWK; ++w) v[w] = *(const f32x2*)(p + w * S::kPartial);
-    sum[0] = tree_sum<S::kWK>(&v[0].x, 2), sum[1] = tree_sum<S::kWK>(&v[0].y, 2);
-  }
-}
 
 // w: [expert][gate tile 0, up tile 0, gate tile 1, ...][leaf]. epilogue(item, row, gate, up): row of the expert's gate or up.
 // x: moe latent [row][stride]; top_k turns an item into its row. make_list(list, scratch) waits for what this kernel needs, makes the
@@ -118,9 +99,6 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
     barrier_init(stored + threadIdx.x, S::kWK * kWarpArrivals);
     barrier_init(taken + threadIdx.x, S::kWK * kWarpArrivals);
   }
-  // With several tiles of tokens x fills the registers: its address, needed once an entry, lies in shared memory.
-  const bf16* volatile& input = *(const bf16* volatile*)(smem + S::kInputAt);
-  if (threadIdx.x == 0) input = x;
   make_list(list, smem + S::kPartialAt);
   const UnitRun run = unit_run(list.entries * tile_pairs, blocks);
   const int begin = run.begin, end = run.end;
@@ -132,59 +110,25 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
   };
   if (lane_id() < S::kSlots) ring.fill(lane_id(), source(lane_id()));
   __syncwarp();
-  // A unit's values are added and finished by as many warps as it has runs of values for, other ones each time.
-  auto finish = [&](int turn) {
-    const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs, at = entry - list.from;
-    const int first = entry_first(list.entry[at]), runs = (entry_first(list.entry[at + 1]) - first) * (kTileRows / S::kRun);
-    const int buffer = turn % S::kBuffers, i = (warp_id() + turn) % S::kWK * kWarpSize + lane_id();   // this thread's first run
-    if (i - lane_id() < runs) {
-      barrier_wait(stored + buffer, turn / S::kBuffers & 1);
-      const float* partial = partials + buffer * 2 * S::kWK * S::kPartial;
-#pragma unroll 1
-      for (int v = i; v < runs; v += S::kThreads) {
-        const int token = v / (kTileRows / S::kRun), row = v % (kTileRows / S::kRun) * S::kRun;
-        const float* p = partial + token * S::kTokenStride + row;
-        float gate[S::kRun], up[S::kRun];
-        leaf_tree<S>(gate, p);
-        if (S::kTokenTiles > 1) asm volatile("" ::: "memory");   // x fills the registers: not the loads of both at once
-        leaf_tree<S>(up, p + S::kWK * S::kPartial);
-        K3_UNROLL
-        for (int j = 0; j < S::kRun; ++j) epilogue(list.item[first + token], pair * kTileRows + row + j, gate[j], up[j]);
-      }
-      __syncwarp();
-    }
-    warp_arrive(taken + buffer);
-  };
   uint4 held[S::kTokenTiles][S::kWarpLeaves * S::kGroups];
 #pragma unroll 1
-  for (int turn = 0;; ++turn) {
-    // Of the block; with several tiles counted anew, which keeps no register beside x.
-    const int units = S::kTokenTiles > 1 ? unit_run(((volatile typename S::List&)list).entries * tile_pairs, blocks).size() : end - begin;
-    if (turn >= units + S::kBehind) break;
-    const bool multiplies = turn < units;   // else the last units are finished
-    const bool another = multiplies && (turn == 0 || (begin + turn) % tile_pairs == 0);   // entry
-    if (another) {
-      const int at = (begin + turn) / tile_pairs - list.from, first = entry_first(list.entry[at]), count = entry_first(list.entry[at + 1]) - first;
+  for (int turn = 0; begin + turn < end; ++turn) {
+    const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs, at = entry - list.from;
+    const int first = entry_first(list.entry[at]), count = entry_first(list.entry[at + 1]) - first;
+    if (turn == 0 || pair == 0) {   // another entry
       // Columns beyond the entry's items are the last item's once more: nobody looks at them.
       K3_UNROLL
       for (int n = 0; n < S::kTokenTiles; ++n) {
         const u32 row = list.item[first + min_of(n * kTokenTile + lane_id() / 4, count - 1)] / top_k;
-        const bf16* from = x;
-        if (S::kTokenTiles > 1) from = input;
-        const uint4* mine = (const uint4*)from + u32(row * u32(stride) / 8 + warp_id() * S::kWarpLeaves * S::kGroups * 4 + lane_id() % 4);
+        const uint4* mine = (const uint4*)x + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
         K3_UNROLL
         for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = load_activations(mine + i * 4);
       }
-    }
-    if (S::kBehind > 0 && turn >= S::kBehind) finish(turn - S::kBehind);
-    if (!multiplies) continue;
-    if (another) {
       K3_UNROLL
       for (int n = 0; n < S::kTokenTiles; ++n)
         K3_UNROLL
         for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = scale_tokens(held[n][i]);
     }
-    const int at = (begin + turn) / tile_pairs - list.from, count = entry_first(list.entry[at + 1]) - entry_first(list.entry[at]);
     const int buffer = turn % S::kBuffers;
     const u32 parity = turn / S::kBuffers & 1;
     float* partial = partials + buffer * 2 * S::kWK * S::kPartial;
@@ -228,6 +172,18 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
     }
     __syncwarp();
     warp_arrive(stored + buffer);
-    if (S::kBehind == 0) finish(turn);
+    const int i = (warp_id() + turn) % S::kWK * kWarpSize + lane_id();   // of the unit's values, this thread's first
+    if (i - lane_id() < count * kTileRows) {
+      barrier_wait(stored + buffer, parity);
+#pragma unroll 1
+      for (int v = i; v < count * kTileRows; v += S::kThreads) {
+        const float* p = partial + v / kTileRows * S::kTokenStride + v % kTileRows;
+        const float gate = tree_sum<S::kWK>(p, S::kPartial);
+        if (S::kTokenTiles > 1) asm volatile("" ::: "memory");   // x fills the registers: not the loads of both at once
+        epilogue(list.item[first + v / kTileRows], pair * kTileRows + v % kTileRows, gate, tree_sum<S::kWK>(p + S::kWK * S::kPartial, S::kPartial));
+      }
+      __syncwarp();
+    }
+    warp_arrive(taken + buffer);
   }
 }

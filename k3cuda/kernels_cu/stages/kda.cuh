@@ -84,12 +84,13 @@ struct kda_gates : StageDefaults {
 
 struct kda_scan : StageDefaults {
   static constexpr int kLanes = 8;   // sequences of a step are dealt to so many blocks
-  static constexpr int kBlocks = kOwnKdaNumHeads * KdaScanLayout::kSplit, kBlocksY = kLanes, kThreads = KdaScanLayout::kThreads,
+  // Lanes are neighbours: what an SM takes together has one block of a lone sequence, and others that end at once.
+  static constexpr int kBlocks = kLanes, kBlocksY = kOwnKdaNumHeads * KdaScanLayout::kSplit, kThreads = KdaScanLayout::kThreads,
                        kSmem = sizeof(KdaScanSmem<KdaScanLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    ::kda_scan<KdaScanLayout>(kda_middle(s, op), kda_work(s), *(KdaScanSmem<KdaScanLayout>*)smem, blockIdx.x / KdaScanLayout::kSplit,
-                              blockIdx.x % KdaScanLayout::kSplit, blockIdx.y, kLanes, [] {
+    ::kda_scan<KdaScanLayout>(kda_middle(s, op), kda_work(s), *(KdaScanSmem<KdaScanLayout>*)smem, blockIdx.y / KdaScanLayout::kSplit,
+                              blockIdx.y % KdaScanLayout::kSplit, blockIdx.x, kLanes, [] {
       grid_wait();
       grid_launch_next();
     });

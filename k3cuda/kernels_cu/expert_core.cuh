@@ -77,7 +77,7 @@ struct ExpertUpShape {
   static constexpr int kX = kWarpLeaves * kGroups, kAside = kTokenTiles > 2 && kWarpLeaves == 1 ? 3 : 0;   // groups of x; the last tile's that lie in shared memory
   static constexpr int kBuffers = kWK > 8 && kTokenTiles > 1 ? 1 : 2;                                                      // units whose leaf sums are on their way
   static constexpr int kBarrierAt = kWK * kSlots * kChunk, kStoredAt = kBarrierAt + kWK * kSlots * 8;
-  static constexpr int kAsideAt = aligned16(kStoredAt + 2 * kBuffers * 8), kPartialAt = kAsideAt + kAside * kThreads * 16;
+  static constexpr int kInputAt = kStoredAt + 2 * kBuffers * 8, kAsideAt = aligned16(kInputAt + 8), kPartialAt = kAsideAt + kAside * kThreads * 16;
   static constexpr int kListAt = kPartialAt + aligned16(max_of(kBuffers * 2 * kWK * kPartial * 4, kScratch_));
   static constexpr int kSmem = kListAt + sizeof(List);
   static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
@@ -100,12 +100,17 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
     barrier_init(stored + threadIdx.x, S::kWK * kWarpArrivals);
     barrier_init(taken + threadIdx.x, S::kWK * kWarpArrivals);
   }
+  // With several tiles of tokens x fills the registers: its address, needed once an entry, lies in shared memory.
+  const bf16* volatile& input = *(const bf16* volatile*)(smem + S::kInputAt);
+  if (threadIdx.x == 0) input = x;
   make_list(list, smem + S::kPartialAt);
-  const UnitRun run = unit_run(list.entries * tile_pairs, blocks);
-  const int begin = run.begin, end = run.end;
+  auto run = [&] { return unit_run(((volatile typename S::List&)list).entries * tile_pairs, blocks); };
+  const UnitRun whole = run();
+  const int begin = whole.begin;
+  auto end = [&] { return S::kTokenTiles > 1 ? run().end : whole.end; };   // counted anew, which keeps no register beside x
   auto source = [&](int k) -> const u8* {   // of a tile of this block, counted from its first; null: there is none
     int at = begin * 2 + k;
-    if (at >= end * 2) return nullptr;
+    if (at >= end() * 2) return nullptr;
     int entry = at / (2 * tile_pairs), tile = at - entry * 2 * tile_pairs;
     return w + size_t((entry_expert(list.entry[entry - list.from]) * 2 * tile_pairs + tile) * S::kWK + warp_id()) * S::kChunk;
   };
@@ -116,7 +121,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
   auto is_aside = [](int n, int i) { return S::kAside > 0 && n == S::kTokenTiles - 1 && i >= S::kX - S::kAside; };
   auto x_of = [&](int n, int i) { return is_aside(n, i) ? aside[(i - S::kX + S::kAside) * kWarpSize] : held[n][i]; };
 #pragma unroll 1
-  for (int turn = 0; begin + turn < end; ++turn) {
+  for (int turn = 0; begin + turn < end(); ++turn) {
     const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs, at = entry - list.from;
     const int first = entry_first(list.entry[at]), count = entry_first(list.entry[at + 1]) - first;
     if (turn == 0 || pair == 0) {   // another entry
@@ -124,7 +129,9 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       K3_UNROLL
       for (int n = 0; n < S::kTokenTiles; ++n) {
         const u32 row = list.item[first + min_of(n * kTokenTile + lane_id() / 4, count - 1)] / top_k;
-        const uint4* mine = (const uint4*)x + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
+        const bf16* from = x;
+        if (S::kTokenTiles > 1) from = input;
+        const uint4* mine = (const uint4*)from + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
         K3_UNROLL
         for (int i = 0; i < S::kX; ++i) held[n][i] = load_activations(mine + i * 4);
       }

@@ -112,8 +112,7 @@ def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[
             group.append(name)   # neighbours take turns: what passes between them is of one slice
             continue
         out += [(name, 0), (name + SUM, 0)] if wide and name in packing.PRODUCTS else [(name, 0)]
-    step = DECODE_ROWS * max((packing.SLICED[name] for name in group), default=1)
-    return (*out, *((name, first) for first in range(0, rows, step) for name in group))
+    return (*out, *((name, first) for first in range(0, rows, DECODE_ROWS) for name in group))
 
 
 def kernels_of(stage: Stage, plan: Plan, rows: int = 1, ride: bool = True) -> tuple[str, ...]:

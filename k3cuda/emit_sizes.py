@@ -23,7 +23,7 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
     t, tp, is_draft = tables_of(plan), plan.tp, isinstance(plan, DraftPlan)
     most = DECODE_ROWS if is_draft else MAX_ROWS
     taps = {} if is_draft or not plan.num_taps else {"num_taps": plan.num_taps}   # of a draft they are one of its own sizes
-    whole = plan.cfg.dims() | {"max_rows": most, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP, "attend_slices": packing.ATTEND_SLICES} | taps
+    whole = plan.cfg.dims() | {"max_rows": most, "decode_rows": DECODE_ROWS, "max_shared": MAX_SHARED, "page_size": PAGE_SIZE, "mxfp4_group": MXFP4_GROUP} | taps
     lines = ["#pragma once", "// Sizes of the whole model.", *_integers(whole)]
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms};",
               f"constexpr int kGroup = {plan.dcp};   // ranks that hold the MLA cache together",

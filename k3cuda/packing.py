@@ -89,10 +89,7 @@ WIDE_KERNELS = {"kda_mix": ("kda_gates", "kda_scan", "kda_norm"), "route": ("cho
                 "moe_down": ("expert_items", "expert_sum")}
 # Kernels that multiply every row of a step by one matrix: in a wide step each may have a second one, which adds leaf sums.
 PRODUCTS = frozenset(("kda_in", "mla_in", "mla_q", "o_proj", "dense_up", "dense_down", "moe_in", "shared_down", "latent_up"))
-# Slices of DECODE_ROWS rows that one launch of attention takes side by side; where ranks hold the cache together it is one.
-ATTEND_SLICES = 2
-# Kernels that take such slices, and how many a launch: a wide step launches them for some after the others.
-SLICED = {"mla_attend": ATTEND_SLICES, "mla_combine": ATTEND_SLICES, "mla_attend_own": 1, "mla_combine_own": 1}
+SLICED = frozenset(("mla_attend", "mla_combine", "mla_attend_own", "mla_combine_own"))  # take DECODE_ROWS rows at most: launched for one slice after the other
 MAX_PACKED = max(map(len, PACKED.values()))
 
 

@@ -87,7 +87,7 @@ def _has(weight: str, plan: DraftPlan) -> bool:
 def _target_work(plan: Plan, dims: dict[str, int]) -> dict[str, tuple[str, int]]:
     items = MAX_ROWS * plan.cfg.num_experts_per_token
     kda = 4 * MAX_ROWS * dims["kda_dim"] // plan.tp
-    return {"expert_list": ("u8", 8 + 4 * (items + 1) + 2 * items), "mla_next": ("int", 4 * packing.ATTEND_SLICES), "mla_own_last": ("int", 4 * MAX_ROWS * (plan.dcp > 1)),
+    return {"expert_list": ("u8", 8 + 4 * (items + 1) + 2 * items), "mla_next": ("int", 4), "mla_own_last": ("int", 4 * MAX_ROWS * (plan.dcp > 1)),
             "kda_rows": ("float", 3 * kda), "kda_values": ("float", kda), "kda_o": ("float", kda), "product_work": ("u8", max(_leaf_sums(plan.cfg, plan.tp).values()))}
 
 

@@ -50,9 +50,7 @@ EXPERTS, TOP_K, LATENT, WIDTH = 12, 4, 16 * 3 * 32, 2 * 2 * 32   # 16 leaves of 
 MAX_ITEMS = 64 * TOP_K
 EXPERT_SOURCE = (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef ExpertList<{MAX_ITEMS}> list;\n'
                  "typedef ExpertUpShape<16, 3, list, 8, 8, 16384> up_shape;\n"
-                 "typedef ExpertUpShape<16, 3, list, 24, 16, 98304> many_shape;\n"   # three tiles of tokens, a leaf a warp
-                 f"typedef ExpertDownShape<2, 2, list, 64, {TOP_K}, 4, 2, 8192, 24> down_shape;\nK3_BENCH_EXPERTS(small, 1, 1, up_shape, down_shape)\n"
-                 "K3_BENCH_EXPERTS(many, 1, 1, many_shape, down_shape)\n")
+                 f"typedef ExpertDownShape<2, 2, list, 64, {TOP_K}, 4, 2, 8192, 24> down_shape;\nK3_BENCH_EXPERTS(small, 1, 1, up_shape, down_shape)\n")
 
 
 def wide_expert_source(leaves: int) -> str:
@@ -92,13 +90,13 @@ class ExpertCase:
         others = [rng.permutation(np.arange(1, EXPERTS))[:TOP_K - 1] for _ in range(rows)]
         self.ids = np.stack([rng.permutation([0, *o]) for o in others]).astype(np.int32)
 
-    def list(self, rows, most: int = 8) -> np.ndarray:
-        """The list of experts (ExpertList) for the given rows, as words; entries have up to `most` items."""
+    def list(self, rows) -> np.ndarray:
+        """The list of experts (ExpertList) for the given rows, as words."""
         items = sorted((int(self.ids[r, p]), r * TOP_K + p) for r in rows for p in range(TOP_K))
         entry, start = [], 0
         for e in sorted({e for e, _ in items}):
             count = sum(e == other for other, _ in items)
-            entry += [e | first << 16 for first in range(start, start + count, most)]
+            entry += [e | first << 16 for first in range(start, start + count, 8)]
             start += count
         words = np.full(2 + MAX_ITEMS + 1 + MAX_ITEMS // 2, 0xFFFFFFFF, np.uint32)
         words[:2] = len(entry), len(items)

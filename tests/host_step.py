@@ -9,7 +9,6 @@ from shim import host
 
 from k3cuda.buffers import buffer_shape
 from k3cuda.emit import arena_offsets, build_files, launches_of, ops_of
-from k3cuda.packing import ATTEND_SLICES
 from k3cuda.plan import build_plan
 from k3cuda.runtime.cuda_memory import VIEW_DTYPES, OpStruct, step_type
 from k3cuda.runtime.cuda_weights import op_arrays
@@ -98,7 +97,7 @@ class Memory:
         """NaN in all of the arena, but where kernels count from 0."""
         self.arena[:] = 0xFF
         if "mla_next" in self.offsets:
-            self.arena[self.offsets["mla_next"]:][:4 * ATTEND_SLICES] = 0
+            self.arena[self.offsets["mla_next"]:][:4] = 0
 
     def _shape(self, name):
         return buffer_shape(self.tables.buffers[name], self.dims)

@@ -24,8 +24,8 @@ def test_a_rank_of_the_release_with_one_long_context(plan):
     assert session == {"kda_state": 69 * 6 * 128 * 128 * 4, "conv_state": 69 * 3 * 3 * 768 * 2, "mla_cache": 24 * tokens * 576,
                        "page_table": 4 * tokens // PAGE_SIZE}
     chunks = 8192 // 256 + (65536 - 8192) // 512 + (tokens - 65536) // 1024
-    assert mla_work_bytes(cfg, 16, tokens // PAGE_SIZE) == chunks * 128 * 6 * (8 + 4 * 512)   # two slices of a wide step
-    assert rank_room(plan, 1, tokens, "fp8_e4m3") == arena_offsets(plan)[1] + sum(session.values()) + chunks * 128 * 6 * 2056
+    assert mla_work_bytes(cfg, 16, tokens // PAGE_SIZE) == chunks * 64 * 6 * (8 + 4 * 512)
+    assert rank_room(plan, 1, tokens, "fp8_e4m3") == arena_offsets(plan)[1] + sum(session.values()) + chunks * 64 * 6 * 2056
 
 
 @pytest.mark.parametrize("slots", [1, 8, 64])
@@ -41,7 +41,7 @@ def test_the_longest_fit_fits_and_a_page_more_does_not(plan, slots, kv, gigabyte
 
 
 def test_work_space_is_counted(plan):
-    """Nearly a gigabyte where one sequence fills 8 GB."""
+    """Nearly half a gigabyte where one sequence fills 8 GB."""
     fits = longest_fit(plan, int(8e9), 1, "fp8_e4m3")
     pages = fits // PAGE_SIZE
     work, cache = mla_work_bytes(plan.cfg, 16, pages), session_bytes(plan, 1, pages, pages, "fp8_e4m3")["mla_cache"]

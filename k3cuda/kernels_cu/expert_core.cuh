@@ -74,10 +74,9 @@ struct ExpertUpShape {
   static constexpr int kTokenTiles = (kTokens + kTokenTile - 1) / kTokenTile;   // they share the expansion of a weight
   static constexpr int kSlots = max_of(1, min_of(kWarpSize, kRing_ / (kWK * kChunk)));
   static constexpr int kTokenStride = kTileRows + 4, kPartial = kTokens * kTokenStride;   // floats
-  static constexpr int kX = kWarpLeaves * kGroups, kAside = kTokenTiles > 2 && kWarpLeaves == 1 ? 3 : 0;   // groups of x; the last tile's that lie in shared memory
-  static constexpr int kBuffers = kWK > 8 && kTokenTiles > 1 ? 1 : 2;                                                      // units whose leaf sums are on their way
+  static constexpr int kBuffers = 2;                                                      // units whose leaf sums are on their way
   static constexpr int kBarrierAt = kWK * kSlots * kChunk, kStoredAt = kBarrierAt + kWK * kSlots * 8;
-  static constexpr int kInputAt = kStoredAt + 2 * kBuffers * 8, kAsideAt = aligned16(kInputAt + 8), kPartialAt = kAsideAt + kAside * kThreads * 16;
+  static constexpr int kPartialAt = aligned16(kStoredAt + 2 * kBuffers * 8);
   static constexpr int kListAt = kPartialAt + aligned16(max_of(kBuffers * 2 * kWK * kPartial * 4, kScratch_));
   static constexpr int kSmem = kListAt + sizeof(List);
   static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
@@ -100,28 +99,20 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
     barrier_init(stored + threadIdx.x, S::kWK * kWarpArrivals);
     barrier_init(taken + threadIdx.x, S::kWK * kWarpArrivals);
   }
-  // With several tiles of tokens x fills the registers: its address, needed once an entry, lies in shared memory.
-  const bf16* volatile& input = *(const bf16* volatile*)(smem + S::kInputAt);
-  if (threadIdx.x == 0) input = x;
   make_list(list, smem + S::kPartialAt);
-  auto run = [&] { return unit_run(((volatile typename S::List&)list).entries * tile_pairs, blocks); };
-  const UnitRun whole = run();
-  const int begin = whole.begin;
-  auto end = [&] { return S::kTokenTiles > 1 ? run().end : whole.end; };   // counted anew, which keeps no register beside x
+  const UnitRun run = unit_run(list.entries * tile_pairs, blocks);
+  const int begin = run.begin, end = run.end;
   auto source = [&](int k) -> const u8* {   // of a tile of this block, counted from its first; null: there is none
     int at = begin * 2 + k;
-    if (at >= end() * 2) return nullptr;
+    if (at >= end * 2) return nullptr;
     int entry = at / (2 * tile_pairs), tile = at - entry * 2 * tile_pairs;
     return w + size_t((entry_expert(list.entry[entry - list.from]) * 2 * tile_pairs + tile) * S::kWK + warp_id()) * S::kChunk;
   };
   if (lane_id() < S::kSlots) ring.fill(lane_id(), source(lane_id()));
   __syncwarp();
-  uint4 held[S::kTokenTiles][S::kX];
-  uint4* aside = (uint4*)(smem + S::kAsideAt) + warp_id() * S::kAside * kWarpSize + lane_id();   // a lane's own: no register is left
-  auto is_aside = [](int n, int i) { return S::kAside > 0 && n == S::kTokenTiles - 1 && i >= S::kX - S::kAside; };
-  auto x_of = [&](int n, int i) { return is_aside(n, i) ? aside[(i - S::kX + S::kAside) * kWarpSize] : held[n][i]; };
+  uint4 held[S::kTokenTiles][S::kWarpLeaves * S::kGroups];
 #pragma unroll 1
-  for (int turn = 0; begin + turn < end(); ++turn) {
+  for (int turn = 0; begin + turn < end; ++turn) {
     const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs, at = entry - list.from;
     const int first = entry_first(list.entry[at]), count = entry_first(list.entry[at + 1]) - first;
     if (turn == 0 || pair == 0) {   // another entry
@@ -129,19 +120,14 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       K3_UNROLL
       for (int n = 0; n < S::kTokenTiles; ++n) {
         const u32 row = list.item[first + min_of(n * kTokenTile + lane_id() / 4, count - 1)] / top_k;
-        const bf16* from = x;
-        if (S::kTokenTiles > 1) from = input;
-        const uint4* mine = (const uint4*)from + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
+        const uint4* mine = (const uint4*)x + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
         K3_UNROLL
-        for (int i = 0; i < S::kX; ++i) held[n][i] = load_activations(mine + i * 4);
+        for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = load_activations(mine + i * 4);
       }
       K3_UNROLL
       for (int n = 0; n < S::kTokenTiles; ++n)
         K3_UNROLL
-        for (int i = 0; i < S::kX; ++i) {
-          held[n][i] = scale_tokens(held[n][i]);
-          if (is_aside(n, i)) aside[(i - S::kX + S::kAside) * kWarpSize] = held[n][i];
-        }
+        for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = scale_tokens(held[n][i]);
     }
     const int buffer = turn % S::kBuffers;
     const u32 parity = turn / S::kBuffers & 1;
@@ -173,11 +159,11 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
         put(false);
       } else {   // x fills the registers: the first leaf's sums wait for the second's in shared memory
         const int tiles = (count + kTokenTile - 1) / kTokenTile;
-        mxfp4_of_tiles<S::kGroups, 0>(sum, weights, x_of, tiles);
+        mxfp4_of_tiles<S::kGroups, 0>(sum, weights, held, tiles);
         if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
         put(false);
         if constexpr (S::kWarpLeaves > 1) {
-          mxfp4_of_tiles<S::kGroups, 1>(sum, weights, x_of, tiles);
+          mxfp4_of_tiles<S::kGroups, 1>(sum, weights, held, tiles);
           put(true);
         }
         __syncwarp();

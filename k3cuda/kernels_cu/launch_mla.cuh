@@ -71,7 +71,6 @@ struct LaunchMlaRoom {
 // All consumers as one that attends (MlaBlock in mla_core.cuh): blocks take items in turn, queries come by the exchange.
 template <class S>
 struct LaunchAttending : Consumers {
-  static constexpr int first_partial = 0;
   const LaunchMlaRoom<S>& r;
   const Watch& watch;
   int phase;

@@ -10,11 +10,11 @@ static_assert(kMlaRestRegs + 2 * kMlaWeighRegs <= 3 * kMlaShareRegs, "a block ha
 // S::kThreads threads (By: MlaBlock in mla_core.cuh); any number of blocks, one an SM by its shared memory. `ready` returns when the step's queries and cache
 // rows are written. The rows' own tables are inputs of the step and read before it, and so are, with kEarly, cache rows before the position
 // of a run's first row: those of earlier steps.
-template <class S, bool kEarly = true, class Ready, class By = MlaBlock<>>
+template <class S, bool kEarly = true, class Ready, class By = MlaBlock>
 K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const By& by = {}) {
   const int warp = by.warp();
   if (warp == 0) {
-    mla_plan<S::kHeads>(a.rows, m.work, S::widths(), by.blocks(), by.lane(), by.first_partial);
+    mla_plan<S::kHeads>(a.rows, m.work, S::widths(), by.blocks(), by.lane());
     __syncwarp();
     MlaItem first{};   // set on one path only it would keep its registers in all of a single launch
     if (by.number() < mla_items(m.work)) first = mla_item<S::kHeads>(m.work, by.number());

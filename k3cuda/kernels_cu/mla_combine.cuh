@@ -108,15 +108,15 @@ K3_DEVICE void mla_combine_unit(const MlaCombine& a, MlaCombineSums<kTogether>& 
 
 // Units are shared out over any number of blocks. kHeads, kLatent as in the attend launch; `ready` returns when that is complete. Rows of a run with one
 // chunk are done already.
-template <int kHeads, int kLatent, int kTogether, class Ready, class By = MlaBlock<>>
-K3_DEVICE void mla_combine(const MlaCombine& a, MlaCombineSmem<kTogether>& m, Ready ready, const By& by = {}) {
+template <int kHeads, int kLatent, int kTogether, class Ready>
+K3_DEVICE void mla_combine(const MlaCombine& a, MlaCombineSmem<kTogether>& m, Ready ready) {
   constexpr int kUnit = kTogether * kMlaSlab, kUnits = (kLatent + kUnit - 1) / kUnit;
-  if (warp_id() == 0) mla_plan<kHeads>(a.rows, m.work, {{kHeads, kHeads, kHeads}}, 0, lane_id(), by.first_partial);
+  if (warp_id() == 0) mla_plan<kHeads>(a.rows, m.work, {{kHeads, kHeads, kHeads}}, 0);
   __syncthreads();
   ready();
-  if (by.number() == 0 && threadIdx.x == 0) *a.next = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.next = 0;
   int turn = 0;
-  for (int unit = by.number(); unit < a.rows.rows * kHeads * kUnits; unit += by.blocks()) {
+  for (int unit = blockIdx.x; unit < a.rows.rows * kHeads * kUnits; unit += gridDim.x) {
     const int at = unit % kUnits * kUnit, head = unit / kUnits % kHeads, row = unit / (kUnits * kHeads);
     if (m.work.slot[row] < 0) continue;
     if (m.work.chunks[m.work.run[row]] == 1) continue;

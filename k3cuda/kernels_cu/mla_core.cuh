@@ -175,12 +175,10 @@ K3_DEVICE int mla_ahead(const MlaWork& w, const MlaItem& item) {
   return !kEarly ? 0 : min(max(w.position[item.run] - item.begin, 0) / 16, S::kRing < kMlaAhead ? S::kRing : kMlaAhead);
 }
 
-// Who attends: all threads of a kernel's block; every kSlices-th block of the kernel, which take items as they come; queries lie in memory.
-template <int kSlices = 1>
+// Who attends: all threads of a kernel's block; the kernel's blocks take items as they come; queries lie in memory.
 struct MlaBlock : WholeBlock {
-  int first_partial = 0;   // of the partial results of all slices
-  K3_DEVICE int number() const { return blockIdx.x / kSlices; }
-  K3_DEVICE int blocks() const { return gridDim.x / kSlices; }
+  K3_DEVICE int number() const { return blockIdx.x; }
+  K3_DEVICE int blocks() const { return gridDim.x; }
   // The item behind item `index`. No sooner than it is needed: who reserves ahead takes from those who are done.
   K3_DEVICE int next(const MlaAttend& a, int, int items) const {
     return items <= blocks() ? items : blocks() + __shfl_sync(kFullWarp, lane() == 0 ? atomicAdd(a.next, 1) : 0, 0);

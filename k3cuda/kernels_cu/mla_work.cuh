@@ -64,9 +64,9 @@ struct MlaWork {
 struct MlaWidths { int width[3]; };
 
 // One warp; the caller synchronises. Groups are as narrow as they can be with an item for each of `blocks`: where there are blocks without
-// work, more of them read a page and each does less with it. Widths change no byte. `first_partial`: of all partial results the first of these rows.
+// work, more of them read a page and each does less with it. Widths change no byte.
 template <int kHeads>
-K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, int blocks, int lane = lane_id(), int first_partial = 0) {
+K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, int blocks, int lane = lane_id()) {
   constexpr int kSums = kMlaClasses + 1;
   int slot[2], position[2], length[2], chunks[2], items[2] = {}, own[2][kSums], sum[2][kSums];
   u64 edges = 0;
@@ -127,9 +127,8 @@ K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, i
   K3_UNROLL
   for (int c = 0; c < kSums; ++c) {
     const int first = __shfl_sync(kFullWarp, sum[0][c], kWarpSize - 1), second = __shfl_sync(kFullWarp, sum[1][c], kWarpSize - 1);
-    const int start = c == kMlaClasses ? first_partial : 0;
-    w.before[c][lane] = sum[0][c] - own[0][c] + start;
-    w.before[c][lane + kWarpSize] = sum[1][c] - own[1][c] + first + start;
+    w.before[c][lane] = sum[0][c] - own[0][c];
+    w.before[c][lane + kWarpSize] = sum[1][c] - own[1][c] + first;
     if (lane == 0) w.total[c] = first + second;
   }
 }

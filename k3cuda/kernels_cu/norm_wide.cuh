@@ -26,9 +26,9 @@ K3_DEVICE void each_of_leaf(F&& f) {
   }
 }
 
-// Output row `index` by the whole block. `ready` as of norm_row. is_late: the block begins behind others, so that nothing is left to wait for.
+// Output row `index` by the whole block. `ready` as of norm_row.
 template <class S, class Ready>
-K3_DEVICE void wide_norm_row(const NormRow& a, WideNormSmem<S>& m, int index, bool is_late, Ready ready) {
+K3_DEVICE void wide_norm_row(const NormRow& a, WideNormSmem<S>& m, int index, Ready ready) {
   const int row = a.row_map ? a.row_map[index] : index, slot = row < 0 || !a.row_slot ? row : a.row_slot[row];
   if (slot < 0) {
     ready();
@@ -36,12 +36,7 @@ K3_DEVICE void wide_norm_row(const NormRow& a, WideNormSmem<S>& m, int index, bo
   }
   const size_t own = size_t(row) * S::kN, next = size_t(a.rows) * S::kN;
   const bool mix = S::kBlocks > 0 && a.num_blocks > 0;
-  float p[S::kPer] = {}, c[S::kPer] = {}, top = 0, total = 0;
-  auto load = [&] {
-    ready();
-    each_of_leaf<S>([&](int i, int e) { p[i] = joined<S>(a, own + e); });
-  };
-  if (is_late) load();   // beside the closed blocks
+  float c[S::kPer] = {}, top = 0, total = 0;
   if (mix) {
 #pragma unroll 2
     for (int j = 0; j < a.num_blocks; ++j) {
@@ -63,8 +58,9 @@ K3_DEVICE void wide_norm_row(const NormRow& a, WideNormSmem<S>& m, int index, bo
       each_of_leaf<S>([&](int i, int at) { c[i] = fmaf(weight, a.blocks[k * next + own + at], c[i]); });
     }
   }
-  if (!is_late) load();
-  float sum[4] = {};
+  ready();
+  float p[S::kPer] = {}, sum[4] = {};
+  each_of_leaf<S>([&](int i, int e) { p[i] = joined<S>(a, own + e); });
   each_of_leaf<S>([&](int i, int e) {
     keep_prefix(a, own + e, p[i]);
     sum[0] = fmaf(p[i], p[i], sum[0]);

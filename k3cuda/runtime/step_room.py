@@ -5,7 +5,6 @@ from ..context_split import page_tokens
 from ..draft_config import DraftConfig
 from ..draft_plan import DraftPlan
 from ..emit import arena_offsets
-from ..packing import ATTEND_SLICES
 from ..plan import Plan
 from ..tables import tables_of
 
@@ -33,8 +32,7 @@ def mla_chunks(length: int) -> int:
 
 def mla_partials(cfg: K3Config | DraftConfig, tp: int, slot_pages: int, dcp: int = 1) -> int:
     """Partial results of the split context that one launch can have at most: of every chunk of a whole context and row, for the heads of `dcp` ranks."""
-    slices = 1 if dcp > 1 or isinstance(cfg, DraftConfig) else ATTEND_SLICES
-    return slices * mla_chunks(slot_pages * PAGE_SIZE) * DECODE_ROWS * (cfg.num_attention_heads // tp) * dcp
+    return mla_chunks(slot_pages * PAGE_SIZE) * DECODE_ROWS * (cfg.num_attention_heads // tp) * dcp
 
 
 def mla_work_bytes(cfg: K3Config | DraftConfig, tp: int, slot_pages: int, dcp: int = 1) -> int:

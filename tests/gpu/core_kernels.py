@@ -94,7 +94,7 @@ def norm_row(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
     """`threads` 0: the kernel of wide steps, a block a row."""
     if not threads:
         return _kernel(f"wide_norm_{n}_{parts}_{blocks}", f"WideNormShape<{n}, {leaves}, {parts}, {blocks}>",
-                       f"__shared__ WideNormSmem<S> m;\n  wide_norm_row<S>(a, m, blockIdx.x, blockIdx.x % 2, {READY});", leaves * 32, 1, "NormRow a")
+                       f"__shared__ WideNormSmem<S> m;\n  wide_norm_row<S>(a, m, blockIdx.x, {READY});", leaves * 32, 1, "NormRow a")
     body = ("K3_DYN_SMEM(unsigned char, raw);\n  norm_row<S>(a, *(NormSmem<S>*)raw, blockIdx.x / S::kCluster, blockIdx.x % S::kCluster, "
             f"{READY});")
     return _kernel(f"norm_{n}_{parts}_{blocks}_{cluster}_{threads}_{min_blocks}", f"NormShape<{n}, {leaves}, {parts}, {blocks}, {cluster}, {threads}>", body,

@@ -26,7 +26,7 @@ struct MixStage<kParts, kSize, kLeaves, kBlocks, true> : StageDefaults {
   static __device__ void row(const NormRow& a) {
     __shared__ WideNormSmem<Shape> smem;
     grid_launch_next();
-    wide_norm_row<Shape>(a, smem, blockIdx.x, blockIdx.x >= kResident * kSms, [] { grid_wait(); });
+    wide_norm_row<Shape>(a, smem, blockIdx.x, [] { grid_wait(); });
   }
 };
 

@@ -29,12 +29,9 @@ struct mla_in : ProductStage<mla_in_rows::kTotal, kMlaInLeaves, kMlaInSteps> {
   }
 };
 
-// Attend and combine take slices of so many rows. A launch of a wider step has kSlices of them side by side, from op.first_row on, each with every
-// kSlices-th block.
-constexpr int kAttendRows = min_of(kRows, kDecodeRows), kSlices = kRows > kDecodeRows && kGroup == 1 ? kAttendSlices : 1;
-K3_DEVICE int first_attended(const OpArgs& op) { return op.first_row + int(blockIdx.x) % kSlices * kAttendRows; }
-K3_DEVICE MlaRows mla_rows(const Step& s, int first) {
-  return {row_slot(s) + first, row_position(s) + first, page_table(s), s.slot_pages, kAttendRows};
+constexpr int kAttendRows = min_of(kRows, kDecodeRows);   // of a launch of attend and combine; a wider step has one a slice, from op.first_row on
+K3_DEVICE MlaRows mla_rows(const Step& s, const OpArgs& op) {
+  return {row_slot(s) + op.first_row, row_position(s) + op.first_row, page_table(s), s.slot_pages, kAttendRows};
 }
 
 struct mla_norm : StageDefaults {
@@ -42,7 +39,7 @@ struct mla_norm : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ float leaf[2][16];
     mla_write<kv_t, kQLoraRank, kQLatentNormLeaves, kKvLoraRank, kKvLatentNormLeaves, kQkRopeHeadDim, kGroup>(
-        {mla_rows(s, 0), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
+        {mla_rows(s, op), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
         leaf, blockIdx.x, [] {
           grid_wait();
           grid_launch_next();
@@ -82,55 +79,36 @@ template <> struct CacheOf<true> { typedef MlaE4m3 type; };
 typedef CacheOf<kKvFp8>::type StepCache;
 constexpr int kQueryTiles = ceil_div(min_of(kRows, 8) * kOwnNumAttentionHeads, 8);   // of eight (row, head) pairs that read a page together
 constexpr int kGroupTiles = kQueryTiles > 4 ? 6 : kQueryTiles;
-typedef MlaFit<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, kMaxShared - (kSlices > 1 ? sizeof(MlaAttend) : 0)>::Shape MlaLayout;
+typedef MlaFit<StepCache, kOwnNumAttentionHeads, kKvLoraRank, kQkRopeHeadDim, kGroupTiles, kMaxShared>::Shape MlaLayout;
 
 // m and sum of every partial stand before the partials themselves.
 K3_DEVICE float2* mla_top_sum(const Step& s) { return (float2*)s.mla_work; }
 K3_DEVICE float* mla_partial(const Step& s) { return (float*)(s.mla_work + size_t(s.mla_partials) * sizeof(float2)); }
-K3_DEVICE MlaBlock<kSlices> of_slice(const Step& s) { return {{}, int(blockIdx.x) % kSlices * (s.mla_partials / kSlices)}; }
-
-// Of several slices: addresses that are no constants lie in shared memory, where registers are short.
-struct MlaSlicesRoom {
-  MlaSmem<MlaLayout> m;
-  MlaAttend a;
-};
 
 struct mla_attend : StageDefaults {
-  static constexpr int kBlocks = kSms / kSlices * kSlices, kThreads = MlaLayout::kThreads, kSmem = kSlices > 1 ? sizeof(MlaSlicesRoom) : sizeof(MlaSmem<MlaLayout>);
+  static constexpr int kBlocks = kSms, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    const int row = first_attended(op);
-    const size_t first = size_t(row) * kOwnNumAttentionHeads;
-    const MlaAttend a = {mla_rows(s, row), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
-                         rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s), mla_next(s) + blockIdx.x % kSlices,
-                         mla_o_latent(s) + first * kKvLoraRank};
-    auto ready = [] {
+    const size_t first = size_t(op.first_row) * kOwnNumAttentionHeads;
+    ::mla_attend<MlaLayout>({mla_rows(s, op), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
+                             rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s) + first * kKvLoraRank},
+                            *(MlaSmem<MlaLayout>*)smem, [] {
       grid_wait();
       grid_launch_next();
-    };
-    if constexpr (kSlices == 1) ::mla_attend<MlaLayout>(a, *(MlaSmem<MlaLayout>*)smem, ready);
-    else {
-      MlaSlicesRoom& room = *(MlaSlicesRoom*)smem;
-      if (threadIdx.x == 0) room.a = a;
-      __syncthreads();
-      // What lies before a slice behind the first one this step has written: it is not there before the wait.
-      ::mla_attend<MlaLayout, false>(room.a, room.m, ready, of_slice(s));
-    }
+    });
   }
 };
 
 struct mla_combine : StageDefaults {
   static constexpr int kTogether = mla_combine_slabs(kAttendRows), kThreads = kMlaCombineThreads;
-  static constexpr int kBlocks = min_of(kSlices * kAttendRows * kOwnNumAttentionHeads * ceil_div(kKvLoraRank, kTogether * kMlaSlab), 4 * kSms) / kSlices * kSlices;
+  static constexpr int kBlocks = min_of(kAttendRows * kOwnNumAttentionHeads * ceil_div(kKvLoraRank, kTogether * kMlaSlab), 4 * kSms);
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ MlaCombineSmem<kTogether> m;
-    const int row = first_attended(op);
     ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, kTogether>(
-        {mla_rows(s, row), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s) + blockIdx.x % kSlices,
-         mla_o_latent(s) + size_t(row) * kOwnNumAttentionHeads * kKvLoraRank}, m, [] {
+        {mla_rows(s, op), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s), mla_o_latent(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kKvLoraRank}, m, [] {
           grid_wait();
           grid_launch_next();
-        }, of_slice(s));
+        });
   }
 };
 

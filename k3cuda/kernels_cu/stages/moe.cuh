@@ -129,7 +129,7 @@ struct ListMaker {
 
 // With several tiles of tokens one block has the registers of the multiprocessor for itself.
 struct expert_up : StageDefaults {
-  static constexpr int kWarps = min_of(kExpertW13Leaves, kManyTiles ? 16 : 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
+  static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
   static constexpr int kResident = kManyTiles ? 1 : 2, kBlocks = kResident * kSms, kRing = (kManyTiles ? 124 : 62) * 1024;
   static constexpr int kMostEntries = min_of(kMaxItems, kNumExperts + kMaxItems / kStepEntryTokens);
   template <bool kIsSlice, class Unused = void>
@@ -241,7 +241,7 @@ struct RoutedNorm<true> : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ WideNormSmem<Shape> smem;
     grid_launch_next();
-    wide_norm_row<Shape>(routed_row(s, op), smem, blockIdx.x, blockIdx.x >= kResident * kSms, [] { grid_wait(); });
+    wide_norm_row<Shape>(routed_row(s, op), smem, blockIdx.x, [] { grid_wait(); });
   }
 };
 struct routed_norm : RoutedNorm<kListed> {};

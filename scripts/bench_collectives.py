@@ -90,7 +90,7 @@ def check(comm, name, rows, launches, source, target, stream) -> None:
 
 
 class Clock:
-    """Times `replays` launches of a graph by the device's own clock."""
+    """Notes when each of `replays` launches of a graph begins and ends, by the device's own clock."""
 
     def __init__(self, device, stream, replays: int):
         import cupy
@@ -104,8 +104,8 @@ class Clock:
         arguments = [ctypes.c_void_p(self.stamps.data.ptr), ctypes.c_void_p(self.count.data.ptr)]
         self.stamp = Launch(self.module.function("stamp"), 1, 1, arguments, stream=stream.ptr)
 
-    def times(self, launches) -> dict:
-        """Microseconds between the notes around `launches`."""
+    def notes(self, launches):
+        """int64 [replays, 2]: nanoseconds of the notes around `launches`, by the device's clock."""
         self.count[...] = 0
         self.stream.synchronize()
         self.stream.begin_capture()
@@ -116,8 +116,12 @@ class Clock:
         for _ in range(skipped + self.replays):
             graph.launch(self.stream)
         self.stream.synchronize()
-        stamps = self.stamps.get().reshape(-1, 2)[skipped:skipped + self.replays].astype("int64")
-        us = sorted((stamps[:, 1] - stamps[:, 0]).tolist())
+        return self.stamps.get().reshape(-1, 2)[skipped:skipped + self.replays].astype("int64")
+
+    def times(self, launches) -> dict:
+        """Microseconds between the notes."""
+        notes = self.notes(launches)
+        us = sorted((notes[:, 1] - notes[:, 0]).tolist())
         return {"us": us[len(us) // 2] / 1e3, "us_p99": us[min(len(us) - 1, len(us) * 99 // 100)] / 1e3, "us_min": us[0] / 1e3}
 
 

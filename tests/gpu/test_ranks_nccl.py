@@ -116,8 +116,8 @@ def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, how, runs):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_two_hundred_tokens(tp, how, runs):
-    """More than a minute where four ranks share a GPU."""
-    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 60, [8], 0, LONG_PROMPTS, 200) for kind, n in ((how, tp), ("virtual", 1)))
+    """A minute and a half where four ranks share a GPU alone: a step takes a third of a second then."""
+    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 8, [8], 0, LONG_PROMPTS, 200) for kind, n in ((how, tp), ("virtual", 1)))
     assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
 
 

@@ -6,8 +6,8 @@ A rank's part of the first layers of the released model, cut over as many ranks 
 Each way has the same tokens, caches and states to begin with; the first step's logits of NCCL and the exchange must have the same bytes on every
 rank. `looped_back` is the rank alone, every collective a kernel that writes to itself: what the others take longer is lost to communication. The floor is the
 time of the bytes that a rank must read at the read ceiling of the same run; of experts it counts those of the last layer for every layer. One rank has
-nothing to exchange: `--ranks 1 --layers 4` and more ranks with as many layers show how a step of one size scales. `--trace FILE` writes two layers of a step
-of one row, with exchanges, of all ranks on one axis of time.
+nothing to exchange: `--ranks 1 --layers 4` and more ranks with as many layers show how a step of one size scales. `--trace` writes two layers of a step of
+one row, with exchanges, of all ranks on one axis of time: a Chrome trace beside `--output`, FILE-trace.json beside FILE.json.
 """
 import argparse
 import statistics
@@ -29,7 +29,7 @@ POOL_BYTES = 2 << 30
 STEPS = 20   # a time, since ranks begin it up to some tenths of a millisecond apart
 
 
-def measure(comm, device, stream, layers: int, rows: list[int], trace=None) -> dict:
+def measure(comm, device, stream, layers: int, rows: list[int], trace: Path | None) -> dict:
     from k3cuda.emit import Probes
     from k3cuda.plan import build_plan
     from k3cuda.runtime.cuda_backend import CudaBackend
@@ -138,8 +138,9 @@ if __name__ == "__main__":
     parser = rank_script.flags(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8], metavar="LIST")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="where a Chrome trace of a step of all ranks goes")
+    parser.add_argument("--trace", action="store_true", help="also a Chrome trace of a step of all ranks, beside --output")
     given = parser.parse_args()
-    if given.trace and given.ranks == 1:
-        parser.error("--trace: found one rank, wanted two or more")
-    sys.exit(rank_script.main(given, lambda *place: measure(*place, given.layers, given.rows, given.trace)))
+    if given.trace and (given.ranks == 1 or not given.output):
+        parser.error(f"--trace: found --ranks {given.ranks} and --output {given.output}, wanted two or more and a file")
+    path = given.output.with_name(f"{given.output.stem}-trace.json") if given.trace else None
+    sys.exit(rank_script.main(given, lambda *place: measure(*place, given.layers, given.rows, path)))

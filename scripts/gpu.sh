@@ -51,7 +51,7 @@ case $name in
       elif [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" --share-gpu; fi
     done
     exec python3 -m pytest -m gpu tests/gpu/test_peer_exchange_gpu.py tests/gpu/test_ranks_nccl.py tests/gpu/test_rank_failures_gpu.py "$@" ;;
-  # Steps of the first layers of the release as real ranks, one a GPU: --ranks N.
+  # Steps of the first layers of the release as real ranks, one a GPU: --ranks N; --trace for one axis of time.
   rank_steps) NCCL_NVLS_ENABLE=0 exec python3 scripts/bench_ranks.py --output "$out/rank_steps.json" "$@" ;;
   # How a step of one size scales: six layers, which fit one GPU, over 1, 2, 4 and 8 of the GPUs that are here.
   scaling)

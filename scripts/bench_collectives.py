@@ -5,7 +5,7 @@
 
 By NCCL, with the kernels that pack and spread around it, and by the exchange inside a kernel, where the GPUs can map each other's memory. A graph
 holds one collective between two notes of the device's clock; `empty` is a graph of the notes alone. The second form has the ranks share the GPUs that
-there are, NCCL by sockets: it tests that bytes arrive, its times mean nothing. Prints one JSON document, or writes it to --output.
+there are, NCCL by sockets: it tests that bytes arrive, its times mean nothing. Says each time on stderr; prints one JSON document, or writes it to --output.
 """
 import argparse
 import ctypes
@@ -54,6 +54,8 @@ def measure(comm, device, stream, replays: int, fabric: bool) -> dict:
             for _ in range(2):   # the second time in memory that the first has left
                 check(comm, name, rows, launches, *buffers, stream)
             found.append({"collective": name, "rows": rows, "bytes": part_bytes(layout), "by": carrier.name} | clock.times(launches))
+            if comm.rank == 0:
+                print("{collective:8}{rows:3} rows {bytes:9,} bytes by {by}: {us:7.2f} us, 99th percentile {us_p99:7.2f}".format(**found[-1]), file=sys.stderr, flush=True)
             carrier.check()
     empty = clock.times([])
     for carrier in carriers:

@@ -136,6 +136,7 @@ def test_ranks_hold_the_cache_together(tp, dcp, how, runs):
     asked = 0, [60, 60], 0, PROMPTS, 4
     (logits, said), (wanted, alone), (whole, all_of_it) = (runs(kind, None, tp, n, *asked) for kind, n in ((how, dcp), ("virtual", dcp), ("virtual", 1)))
     assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
+    print(f"tp {tp} dcp {dcp} {how}: {relative(logits, whole):.2e} from whole caches")
     assert 0 < relative(logits, whole) < LIMIT and said["cache"] * dcp == all_of_it["cache"]
 
 

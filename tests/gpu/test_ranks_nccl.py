@@ -122,10 +122,11 @@ def test_two_hundred_tokens(tp, how, runs):
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_draft_the_same(tp, how, runs):
-    """A draft cut over the same ranks: drafts, verdicts and tokens of one rank."""
-    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, 1, 0, [8], 3, PROMPTS, 12) for kind, n in ((how, tp), ("virtual", 1)))
+@pytest.mark.parametrize("tp, dcp", [(2, 1), (4, 1), (2, 2), (4, 4)])
+def test_ranks_draft_the_same(tp, dcp, how, runs):
+    """A draft cut over the same ranks: drafts, verdicts and tokens of one rank; where ranks hold the target's cache together, of virtual ranks that do."""
+    first = 1 if dcp == 1 else tp
+    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, dcp, 0, [8], 3, PROMPTS, 12) for kind, n in ((how, tp), ("virtual", first)))
     assert said["ranks"] == how and logits.tobytes() == wanted.tobytes()
     assert said["tokens"] == alone["tokens"] and said["proposed"] == alone["proposed"] > 12
 

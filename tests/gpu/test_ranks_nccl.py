@@ -60,7 +60,7 @@ PROMPTS, LONG_PROMPTS = [[5, 80, 200, 17], [7] * 4], [[5, 80, 200], [7] * 70]
 # Ranks -> prompts, tokens drawn behind each: where 8 or 16 ranks share a GPU a step takes one or two seconds.
 TEXT = {2: (PROMPTS, 8), 4: (PROMPTS, 8), 8: ([], 0), 16: ([], 0)}
 HOW = "nccl", "peer"
-LIMIT = 2e-3   # of caches that are split against whole ones: see test_standard_split.py
+LIMIT = 1e-3   # of caches that are split against whole ones: another order of sums, 2.6e-4 on an H200
 
 
 def compile_ahead(out, model, how, tp, dcp, forced, before, drafts, *text) -> None:

@@ -45,11 +45,11 @@ def test_a_table_is_there_only_if_its_file_is(folder):
     page = made.page(path)
     assert "| 1 | 1 | 8K | 2.500 |" in page and "| 1 | 1 | 128K | 3.000 |" in page and "64 rows of 64 at 128K not run: no room" in page
     assert "| `mla_attend` | 24 | 10.0 | 50 |" in page and "| `route` | 24 | 10.0 |  |" in page and "| all of a step |  | 480 |" in page
-    assert "## Against torch" not in page and "Not measured yet: `experts`, `hops`, `torch`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`." in page
+    assert "## Against torch" not in page and "Not measured yet: `experts`, `hops`, `torch`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
     put("torch", layers=9, mb=79.0, comparison=[{"rows": 1, "torch_us": 44.6, "ours_us": 20.0, "ratio": 2.23, "torch_with_f_b_us": 47.0, "ours_with_kda_mix_us": 22.0,
                                                  "ratio_with_middle": 2.14, "floor_us": 17.3}])
     page = made.page(path)
-    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `experts`, `hops`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`." in page
+    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `experts`, `hops`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
 
 
 def test_the_worst_of_all_contexts_is_judged_and_a_miss_needs_its_cause(folder):
@@ -67,7 +67,9 @@ def test_every_other_table(folder):
     put("experts", steps=[step(8, forced_experts=120, ratio=1.4)], stages=[group(8, 8192, stage("expert_up", 0.9), stage("moe_down", 0.7), forced=120)])
     put("hops", steps=[step(hop_delay_us=2.5, delayed_hops=462)])
     put("prefill", prompts=[{"context": 8192, "steps": 32, "ms": 800.0, "rows_a_second": 10240.0, "ratio_to_floor": 1.3}])
-    (path / "idle.json").write_text(json.dumps([{"model": "m", "rows": 1, "sampling": {"temperature": 0}, "idle_us_median": 2.5, "idle_us_p99": 3.0, "step_us_median": 900.0}]))
+    (path / "idle.json").write_text(json.dumps([
+        {"model": "8 layers of rank 3 of 16", "rows": 1, "sampling": "temperature 0", "idle_us_median": 2.5, "idle_us_p99": 3.0, "step_us_median": 900.0, "wall_us_a_step": 903.0},
+        {"model": "tiny", "rows": 64, "sampling": "temperature 0", "idle_us_median": 70.0, "idle_us_p99": 80.0, "step_us_median": 30.0, "wall_us_a_step": 100.0}]))
     requests = {"spec_decode_acceptance_length": 6.0, "median_ttft_ms": 9.0, "median_tpot_ms": 1.2, "median_e2el_ms": 1500.0}
     decoded = {"batch": 1, "rows": 8, "tp": 16, "rank": 0, "ms": 7.25, "tokens_per_second": 830.0, "requests": requests,
                "step": step(8, ratio=3.0) | {"context_us": 40.4, "draft_us": 240.0, "accept_us": 39.6, "draft_share": 0.0533}}
@@ -76,8 +78,9 @@ def test_every_other_table(folder):
     put("decode_plain", steps=[decoded | {"rows": 1, "requests": requests | {"spec_decode_acceptance_length": None}}], setup=setup | {"num_drafts": None})
     page = made.page(path)
     for line in ("| 1 | 8 | 830.0 | 6.00 | 7.250 | 9.00 | 1.200 | 1.500 |", "| 1 | 1 | 830.0 |  | 7.250 | 9.00 | 1.200 | 1.500 |", "7 drafts a step, synthetic acceptance of length 6.0",
-                 "| 1 | 8 | 6.000 | 3.00 | 40 | 240 | 40 | 5.3 |", "| context rows, 7 drafts and acceptance over the 8-row step | at most 8 % | 5.3 | yes |", "| 8 | 120 | 2.800 | 1.40 | 10.0 (90) | 10.0 (70) |", "| 1 | 2.5 | 462 | 2.500 | 1.25 |", "| 8K | 32 | 800.0 | 10,240 | 1.30 |", "| m | 1 |",
-                 "| prefill, 8K prompt | at least 8,000 tokens a second | 10,240 | yes |", "| GPU idle between steps, median | at most 5 µs | 2.50 | yes |"):
+                 "| 1 | 8 | 6.000 | 3.00 | 40 | 240 | 40 | 5.3 |", "| context rows, 7 drafts and acceptance over the 8-row step | at most 8 % | 5.3 | yes |", "| 8 | 120 | 2.800 | 1.40 | 10.0 (90) | 10.0 (70) |", "| 1 | 2.5 | 462 | 2.500 | 1.25 |", "| 8K | 32 | 800.0 | 10,240 | 1.30 |", "| tiny | 64 |",
+                 "| prefill, 8K prompt | at least 8,000 tokens a second | 10,240 | yes |", "| GPU idle between steps of a rank's layers, median | at most 5 µs | 2.50 | yes |",
+                 "the GPU waits: 64 rows of tiny: 70 µs of 100 a step."):
         assert line in page, line
 
 
@@ -93,7 +96,7 @@ def test_every_file_has_a_command(name):
 @pytest.mark.parametrize("name", made.RANK_FILES)
 def test_every_file_of_several_gpus_has_a_command(name):
     script = (ROOT / "scripts/gpu.sh").read_text(encoding="utf-8")
-    assert f'--output "$out/{name.replace("-2", "-$n")}.json"' in script
+    assert f'--output "$out/{name.replace("-1", "-$n").replace("-2", "-$n")}.json"' in script
 
 
 def test_causes_and_targets_name_each_other():
@@ -110,5 +113,10 @@ def test_ranks_with_a_gpu_each(folder):
     page = made.page(path)
     assert "| gather | 1 | 14.3 | 12.50 (13.50) | 4.25 (5.25) |" in page and "10,000 replays" in page and page.count("(`NCCL_NVLS_ENABLE=0`)") == 2
     assert "| 1 | 1.100 | 1.400 | 1.900 (+10.0) | 1.500 (+2.0) |" in page
+    assert "## The same layers on more GPUs" not in page
+    for n, ways in ((1, {"looped_back": 2.5}), (2, {"looped_back": 1.1, "nccl": 2.0, "peer": 1.25})):
+        put(f"rank_steps-{n}", ranks=n, layers=6, hops=9, steps=[{"how": how, "ranks": how, "rows": 1, "ms": ms, "floor_ms": 2.0 / n} for how, ms in ways.items()], nccl_settings={})
+    page = made.page(path)
+    assert "| 1 | 1 |  | 2.000 | 2.500 | 1.25 | 1.00 |" in page and "| 1 | 2 | inside a kernel | 1.000 | 1.250 | 1.25 | 2.00 |" in page and "| 1.100 | 1.10 |" not in page
     put("collectives-2", ranks=2, nccl="2.28.9", replays=10_000, no_peers="rank 1 cannot map", empty={"us": 1.0}, collectives=times[:1], nccl_settings={})
     assert "No exchange: rank 1 cannot map." in made.page(path) and "| 12.50 (13.50) |  |" in made.page(path)

@@ -80,7 +80,7 @@ def kda_rows():
 
 KDA_GATES_SHARED = kda_mix_shared(1) + 2 * 8 * 3 * 384   # bytes of KdaGatesSmem
 KDA_ROWS_SHARED = KDA_GATES_SHARED + 2 * 32 * 528 * 4 + 32   # of KdaRowsSmem
-KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 8) + 1024) + 32   # bytes of KdaScanSmem
+KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 8) + 2 * 1024) + 32   # bytes of KdaScanSmem
 
 
 def kda_commit(split, cols, threads=0, min_blocks=1):

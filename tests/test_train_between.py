@@ -18,7 +18,8 @@ from demo_training.model import K3  # noqa: E402
 from demo_training.shapes import config  # noqa: E402
 from demo_training.vocabulary import train_tokenizer  # noqa: E402
 
-KERNELS = [f"{name}_{way}" for name in ("conv", "decay", "factors", "gated", "situ", "norm", "mix", "spread", "collect") for way in ("forward", "backward")] + ["inverse_forward"]
+BOTH_WAYS = ("conv", "decay", "factors", "gated", "situ", "norm", "mix", "spread", "collect")
+KERNELS = ["inverse_forward", *(f"{name}_{way}" for name in BOTH_WAYS for way in ("forward", "backward"))]
 BF16 = 2**-8   # of a value, rounded once
 
 

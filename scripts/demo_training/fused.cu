@@ -430,7 +430,8 @@ struct Mixed {
   }
 };
 
-extern "C" __global__ void mix_forward(const T* s0, const T* s1, const T* s2, const T* s3, const float* vector, T* out, int count, int rows, int width, float eps) {
+extern "C" __global__ void mix_forward(const T* s0, const T* s1, const T* s2, const T* s3, const float* vector, T* out, int count, int rows, int width,
+                                       float eps) {
   const int lane = threadIdx.x % 32, first = (blockIdx.x * 4 + threadIdx.x / 32) * ROWS;
   const T* const sources[MOST_SOURCES] = {s0, s1, s2, s3};
   Mixed mixed;

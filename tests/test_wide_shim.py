@@ -30,7 +30,7 @@ CHAIN = ("route", "expert_up", "moe_down")   # the list of experts passes betwee
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
-    stages = {WIDE: STAGES, NARROW: STAGES, WIDEST: {s: STAGES[s] for s in CHAIN}}
+    stages = {WIDE: STAGES, NARROW: STAGES, WIDEST: {s: STAGES[s] for s in (*CHAIN, "kda_mix")}}
     found = {rows: Kernels(rows, 1, True, of_rows, folder / str(rows), CHOICE) for rows, of_rows in stages.items()}
     return {rows: (k, Memory(k.plan, k.source)) for rows, k in found.items()}
 
@@ -74,7 +74,7 @@ def run(machine, stages, rows, given):
     return outputs
 
 
-@pytest.mark.parametrize("stages, wide", [((s,), WIDE) for s in STAGES if s not in CHAIN] + [(CHAIN, WIDE), (CHAIN, WIDEST)],
+@pytest.mark.parametrize("stages, wide", [((s,), WIDE) for s in STAGES if s not in CHAIN] + [(CHAIN, WIDE), (CHAIN, WIDEST), (("kda_mix",), WIDEST)],
                          ids=lambda x: "+".join(x) if isinstance(x, tuple) else str(x))
 def test_rows_have_the_bytes_of_a_small_step(machines, stages, wide):
     rng, (kernels, memory) = np.random.default_rng(len(stages[0])), machines[wide]

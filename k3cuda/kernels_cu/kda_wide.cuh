@@ -108,22 +108,25 @@ struct KdaScanSmem {
   float row[kScanSlots][S::kBatch][3 * S::kDim];               // q, k, fade
   float v[kScanSlots][S::kBatch][S::kSlice];
   float beta[kStepRows];
+  int slot[kStepRows];                                         // of every row of the step: looking for sequences waits for no memory
   u64 full[kScanSlots];
 };
 
-// Slice `part` of a head for the sequences `lane`, lane + lanes, ... of the step. All threads hold state.
-template <class S>
-K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m, int head, int part, int lane, int lanes) {
+// Slice `part` of a head for the sequences `lane`, lane + lanes, ... of the step. All threads hold state. `ready` as of kda_mix.
+template <class S, class Ready>
+K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m, int head, int part, int lane, int lanes, Ready ready) {
   static_assert(S::kThreads == S::kHolders && S::kSlice == kScanSlice, "all threads hold state");
   const int channels = a.heads * S::kDim, tid = threadIdx.x;
   if (tid == 0) {
     for (int i = 0; i < kScanSlots; ++i) barrier_init(m.full + i, 1);
     barrier_fence_init();
   }
+  for (int i = tid; i < a.rows; i += S::kThreads) m.slot[i] = a.row_slot[i];
+  ready();
   __syncthreads();
   int batches = 0;                              // so far; batch i lies in slot i % kScanSlots
-  kda_each_sequence(a.row_slot, a.rows, lane, lanes, [&](int first, int slot) {
-    const int length = kda_sequence_rows(a.row_slot, a.rows, first, slot), end = batches + (length + S::kBatch - 1) / S::kBatch;
+  kda_each_sequence(m.slot, a.rows, lane, lanes, [&](int first, int slot) {
+    const int length = kda_sequence_rows(m.slot, a.rows, first, slot), end = batches + (length + S::kBatch - 1) / S::kBatch;
     auto bring = [&](int batch) {               // one thread
       if (batch >= end) return;
       const int slot = batch % kScanSlots, done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch;

@@ -10,14 +10,16 @@ struct WideListShape {
   static constexpr int kExperts = kExperts_, kTopK = kTopK_, kRows = kRows_, kBlocks = kBlocks_, kThreads = kThreads_, kGroup = kGroup_;
   static constexpr int kOwn = (kExperts + kBlocks - 1) / kBlocks, kWords = (kRows + 31) / 32, kWarps = kThreads / kWarpSize;
   static constexpr int kPer = (kExperts + kThreads - 1) / kThreads;        // neighbouring experts of a thread
-  static constexpr int kItems = kRows * kTopK;
+  static constexpr int kItems = kRows * kTopK, kEach = (kItems + kThreads - 1) / kThreads;   // of a thread
   static_assert(kItems < 65536 && kExperts < 65536, "counts share a word");
+  static_assert(kWords <= kWarpSize, "a warp counts the rows of an expert");
 };
 
 template <class S>
 struct WideListSmem {
   u32 count[S::kExperts];                       // rows of each
   u32 rows[S::kOwn][S::kWords];                 // bit r: row r chose this block's expert
+  u16 before[S::kOwn][S::kWords];               // rows in earlier words
   u16 start[S::kOwn];
   u32 warp_total[S::kWarps];
 };
@@ -30,10 +32,16 @@ K3_DEVICE void list_wide(const int* ids, const int* row_slot, const ListOut& out
   for (int i = tid; i < S::kOwn * S::kWords; i += S::kThreads) (&m.rows[0][0])[i] = 0;
   ready();
   __syncthreads();
-  auto each = [&](auto&& f) {                   // live items
-#pragma unroll 4
-    for (int i = tid; i < S::kItems; i += S::kThreads)
-      if (row_slot[i / S::kTopK] >= 0) f(i, ids[i]);
+  int expert[S::kEach];                         // of this thread's items; -1: not live
+  K3_UNROLL
+  for (int j = 0; j < S::kEach; ++j) {
+    const int i = tid + j * S::kThreads;
+    expert[j] = i < S::kItems && row_slot[i / S::kTopK] >= 0 ? ids[i] : -1;
+  }
+  auto each = [&](auto&& f) {
+    K3_UNROLL
+    for (int j = 0; j < S::kEach; ++j)
+      if (expert[j] >= 0) f(tid + j * S::kThreads, expert[j]);
   };
   each([&](int i, int e) {
     atomicAdd(&m.count[e], 1u);
@@ -41,6 +49,16 @@ K3_DEVICE void list_wide(const int* ids, const int* row_slot, const ListOut& out
     if (e >= first && e < first + own) atomicOr(&m.rows[e - first][row / 32], 1u << row % 32);
   });
   __syncthreads();
+  for (int e = warp_id(); e < own; e += S::kWarps) {
+    const u32 n = lane_id() < S::kWords ? __popc(m.rows[e][lane_id()]) : 0;
+    u32 upto = n;
+    K3_UNROLL
+    for (int d = 1; d < kWarpSize; d *= 2) {
+      const u32 other = __shfl_up_sync(kFullWarp, upto, d);
+      if (lane_id() >= d) upto += other;
+    }
+    if (lane_id() < S::kWords) m.before[e][lane_id()] = u16(upto - n);
+  }
   // Running totals over the experts: items in the low half, entries in the high half.
   u32 mine = 0;
   auto of = [&](int i) {
@@ -82,8 +100,7 @@ K3_DEVICE void list_wide(const int* ids, const int* row_slot, const ListOut& out
   each([&](int i, int e) {
     if (e < first || e >= first + own) return;
     const int row = i / S::kTopK;
-    int before = __popc(m.rows[e - first][row / 32] & ((1u << row % 32) - 1));
-    for (int w = 0; w < row / 32; ++w) before += __popc(m.rows[e - first][w]);
+    const int before = m.before[e - first][row / 32] + __popc(m.rows[e - first][row / 32] & ((1u << row % 32) - 1));
     out.item[m.start[e - first] + before] = u16(i);
   });
 }

@@ -87,7 +87,7 @@ K3_DEVICE void many_tokens(const bf16* x, int stride, uint4* shared) {
 template <class S, int kFirst, int kCount>
 K3_DEVICE void many_leaves(float (&c)[S::kMT][S::kNT][4], ManyRing<S>& ring, const uint4* x, int count) {
   if constexpr (kCount == 1) {
-    wide_leaf<S>(c, ring, x + kFirst * S::kPairs * S::kNT * kWarpSize, count);
+    wide_leaf<S, false>(c, ring, x + kFirst * S::kPairs * S::kNT * kWarpSize, count);
   } else {
     float right[S::kMT][S::kNT][4];
     many_leaves<S, kFirst, kCount / 2>(c, ring, x, count);

@@ -97,8 +97,8 @@ K3_DEVICE void wide_tokens(const bf16* x, int stride, uint4* shared) {
   __syncthreads();
 }
 
-// One leaf of `count` tiles against every token of the block.
-template <class S, class Ring>
+// One leaf of `count` tiles against every token of the block. kAll: of S::kMT, without branches, so that tokens are loaded under the products before.
+template <class S, bool kAll, class Ring>
 K3_DEVICE void wide_leaf(float (&c)[S::kMT][S::kNT][4], Ring& ring, const uint4* x, int count) {
   constexpr int kBatch = min_of(8, S::kNT);   // token tiles whose loads are on their way together; more would not fit the registers
   K3_UNROLL
@@ -123,7 +123,7 @@ K3_DEVICE void wide_leaf(float (&c)[S::kMT][S::kNT][4], Ring& ring, const uint4*
         for (int n = 0; n < kBatch; ++n) b[n] = pair[(first + n) * kWarpSize];
         K3_UNROLL
         for (int m = 0; m < S::kMT; ++m) {
-          if (m >= count) break;
+          if (!kAll && m >= count) break;
           K3_UNROLL
           for (int n = 0; n < kBatch; ++n) mma(c[m][first + n], a[0][m], b[n].x, b[n].y);
           if (second) {
@@ -155,7 +155,8 @@ K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* pa
   for (; tile < end; tile += S::kMT) {
     float c[S::kMT][S::kNT][4];
     const int count = min_of(S::kMT, end - tile);
-    wide_leaf<S>(c, ring, (const uint4*)smem, count);
+    if (count == S::kMT) wide_leaf<S, true>(c, ring, (const uint4*)smem, count);
+    else wide_leaf<S, false>(c, ring, (const uint4*)smem, count);
     K3_UNROLL
     for (int m = 0; m < S::kMT; ++m) {
       if (m >= count) break;

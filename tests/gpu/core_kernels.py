@@ -65,8 +65,8 @@ def kda_wide():
     """The three kernels of a wide step's middle, in order. Blocks: (rows / 8 x heads), (heads x 16, lanes), (rows x heads / 8)."""
     gates, scan = "KdaShape<128, 4, 1, 4, 256>", "KdaScanShape<128, 4>"
     bodies = (("gates", gates, 256, "kda_gates<S>(a, w, *(KdaGatesSmem<S>*)raw, blockIdx.x % a.heads, blockIdx.x / a.heads * 8, " + READY + ");"),
-              ("scan", scan, 128, "grid_wait();\n  grid_launch_next();\n  "
-               "kda_scan<S>(a, w, *(KdaScanSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y);"),
+              ("scan", scan, 128,
+               "kda_scan<S>(a, w, *(KdaScanSmem<S>*)raw, blockIdx.x / S::kSplit, blockIdx.x % S::kSplit, blockIdx.y, gridDim.y, " + READY + ");"),
               ("norm", scan, 256, "grid_wait();\n  grid_launch_next();\n  kda_norm<S>(a, w, blockIdx.x * 8 + warp_id());"))
     return [_kernel(f"kda_wide_{name}", shape, f"K3_DYN_SMEM(u8, raw);\n  {body}", threads, 1, "KdaMix a, KdaWork w") for name, shape, threads, body in bodies]
 
@@ -80,7 +80,7 @@ def kda_rows():
 
 KDA_GATES_SHARED = kda_mix_shared(1) + 2 * 8 * 3 * 384   # bytes of KdaGatesSmem
 KDA_ROWS_SHARED = KDA_GATES_SHARED + 2 * 32 * 528 * 4 + 32   # of KdaRowsSmem
-KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 8) + 1024) + 32   # bytes of KdaScanSmem
+KDA_SCAN_SHARED = 4 * (4 * 8 * (3 * 128 + 8) + 2 * 1024) + 32   # bytes of KdaScanSmem
 
 
 def kda_commit(split, cols, threads=0, min_blocks=1):

@@ -84,14 +84,20 @@ struct kda_gates : StageDefaults {
 
 struct kda_scan : StageDefaults {
   static constexpr int kLanes = 8;   // sequences of a step are dealt to so many blocks
-  static constexpr int kBlocks = kOwnKdaNumHeads * KdaScanLayout::kSplit, kBlocksY = kLanes, kThreads = KdaScanLayout::kThreads,
-                       kSmem = sizeof(KdaScanSmem<KdaScanLayout>);
+  // A row is one chain, so blocks that share an SM slow one another down, and the first blocks, those of a lone sequence, would share the SMs that the
+  // kernel before leaves first. Steps of 512 rows and more have few sequences: a block has its SM alone. In others, where lanes may all be busy, lanes
+  // are neighbours: what an SM takes together has one block of a lone sequence, and others that end at once.
+  static constexpr bool kAlone = kRows >= 512;
+  static constexpr int kSlices = kOwnKdaNumHeads * KdaScanLayout::kSplit, kBlocks = kAlone ? kSlices : kLanes, kBlocksY = kAlone ? kLanes : kSlices,
+                       kThreads = KdaScanLayout::kThreads, kSmem = max_of(sizeof(KdaScanSmem<KdaScanLayout>), kAlone ? kMaxShared / 2 + 2048 : 0);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    grid_wait();
-    grid_launch_next();
-    ::kda_scan<KdaScanLayout>(kda_middle(s, op), kda_work(s), *(KdaScanSmem<KdaScanLayout>*)smem, blockIdx.x / KdaScanLayout::kSplit,
-                              blockIdx.x % KdaScanLayout::kSplit, blockIdx.y, kLanes);
+    const int slice = kAlone ? blockIdx.x : blockIdx.y, lane = kAlone ? blockIdx.y : blockIdx.x;
+    ::kda_scan<KdaScanLayout>(kda_middle(s, op), kda_work(s), *(KdaScanSmem<KdaScanLayout>*)smem, slice / KdaScanLayout::kSplit,
+                              slice % KdaScanLayout::kSplit, lane, kLanes, [] {
+      grid_wait();
+      grid_launch_next();
+    });
   }
 };
 

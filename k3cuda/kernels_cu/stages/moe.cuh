@@ -204,7 +204,9 @@ struct expert_items : StageDefaults {
 };
 
 struct expert_sum : StageDefaults {
-  static constexpr int kThreads = 256, kBlocks = kRows, kBlocksY = ceil_div(kRoutedExpertHiddenSize, 4 * kThreads);
+  // A thread has four columns; a row's blocks are alike, and of up to 256 threads.
+  static constexpr int kColumns = ceil_div(kRoutedExpertHiddenSize, 4), kBlocks = kRows, kBlocksY = ceil_div(kColumns, 256),
+                       kThreads = ceil_div(ceil_div(kColumns, kBlocksY), kWarpSize) * kWarpSize, kResident = 3;
   static __device__ void run(const Step& s, const OpArgs&) {
     __shared__ int order[kNumExpertsPerToken];
     __shared__ float weight[kNumExpertsPerToken];

@@ -122,7 +122,7 @@ def document(output, llm) -> dict:
         "loading": llm.loading.to_dict(),
         "speculative": stats.speculative and asdict(stats.speculative),
         "engine": {"version": __version__, "gpu": backend.gpu, "tp": backend.tp, "dcp": backend.dcp, "kv_cache_dtype": backend.kv_cache_dtype,
-                   "decode_backend": backend.name},
+                   "decode_backend": backend.name, "steps": dict(backend.counts.steps), "reasons": dict(backend.counts.reasons)},
     }
     if output.logprobs is not None:
         found["logprobs"] = [

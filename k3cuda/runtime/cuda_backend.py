@@ -18,9 +18,10 @@ from ..weights import check_tp
 from .backend import DraftAsk, Drafted, Judge, Judged, StepCounts, StepRows, check_buffer, check_room
 from .cuda_accept import CudaAccept
 from .cuda_draft import CudaDraft
-from .cuda_driver import open_device
+from .cuda_driver import check, driver, open_device
 from .cuda_graphs import StepGraphs
 from .cuda_kernels import bucket_of
+from .cuda_launch import StepLaunches
 from .cuda_memory import PageTables, RankMemory, fitting_length
 from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
@@ -28,7 +29,7 @@ from .cuda_upload import upload, upload_draft
 from .drafting import Drafting
 from .kernel_sizes import size_misfits
 from .loading import Loading
-from .machine import STANDARD
+from .machine import LATENCY_SPECIALIZED, STANDARD
 from .row_check import RowCheck
 from .sampling import Draw, Drawn
 from .step_room import MEMORY_UTILIZATION, slot_pages_of
@@ -51,17 +52,18 @@ class CudaBackend(StepGraphs):
         weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
         drafting: a draft model and how it is used; None: no speculation. draft_weights: as `weights` for it, with the rank's own arrays behind.
         loading: how the weights are read. carry, building: as CudaDraft.
+        specialized: steps run in one launch where that is possible (cuda_launch.py), the others as ever.
     Raises:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
 
-    name, overlaps, drafting, draft = STANDARD, True, None, None
+    name, overlaps, drafting, draft = STANDARD, True, None, None   # name: of the decode backend that was asked for
     most_rows, device_index = MAX_ROWS, 0   # of a step; of the GPUs that are visible
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True, dcp: int = 1,
                  probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None, drafting: Drafting | None = None, draft_weights=upload_draft,
-                 carry=None, building=nullcontext):
+                 carry=None, building=nullcontext, specialized: bool = False):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
@@ -75,6 +77,7 @@ class CudaBackend(StepGraphs):
         super().__init__(build_plan(self.cfg, tp, drafting and drafting.taps, dcp), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
         self.dcp, self.page_tokens = dcp, page_tokens(dcp)
         self.tp, self.num_slots, self.max_rows, self.drafting = tp, max_batch, self.most_rows, drafting
+        self.name = LATENCY_SPECIALIZED if specialized else STANDARD
         self.overlaps = self.overlaps and drafting is None   # what is drafted next depends on the tokens of this step
         self.ranks = "virtual" if only_rank is None else "loopback"
         owned = list(range(tp)) if only_rank is None else [only_rank]
@@ -120,12 +123,17 @@ class CudaBackend(StepGraphs):
             draft_ids = self.draft.memories[0].buffer("draft_ids").data.ptr
         self._io = StepIO(self.memories, self.device.arch, self.stream, draft_ids)
         self._check = RowCheck(self.num_slots, self.max_model_len, self.max_rows)
+        if self.name == LATENCY_SPECIALIZED:
+            self.step_launches = StepLaunches(self.plan, self.memories[0], self.device, self._raw_stream, self.kv_cache_dtype, self.ranks, self.probes, self._loading)
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
 
     def _unbind(self) -> None:
         """Drops all that holds addresses of the cache, and then its memory."""
         self.stream.synchronize()
         self._graphs.clear()
+        if self.step_launches is not None:
+            self.step_launches.close()
+            self.step_launches = None
         if self._io is not None:
             self._io.close()
         if self._accept is not None:
@@ -162,8 +170,16 @@ class CudaBackend(StepGraphs):
         self._check.step(rows)
         self._after_caller()
         self.write(**inputs_of(rows))
-        self.replay("step", bucket_of(len(rows)))
-        self.counts.steps[self.name] += 1
+        self._run("step", rows)
+
+    def _run(self, what: str, rows: StepRows, half: Half | None = None) -> None:
+        """Replays a step or a whole launch in the way that is chosen for it, and counts it."""
+        single = len(rows) if self.step_launches is not None else None
+        if single and (reason := self.step_launches.declines(single)):
+            single = None
+            self.counts.reasons[reason] += 1
+        self.replay(what, bucket_of(len(rows)), half, **{"single": single} if single else {})
+        self.counts.steps[self.name if single else STANDARD] += 1
 
     def logits(self) -> np.ndarray:
         rows = len(self._check.rows.logit_rows)
@@ -171,7 +187,7 @@ class CudaBackend(StepGraphs):
         part = self.memories[0].buffer("logits")[:rows]
         if rows:
             part.data.copy_to_host_async(out.ctypes.data, out.nbytes, self.stream)
-            self.stream.synchronize()
+            check(driver().cuStreamSynchronize(self._raw_stream))
         return out
 
     def new_logits(self, rows: int) -> cupy.ndarray:
@@ -226,12 +242,11 @@ class CudaBackend(StepGraphs):
         self._io.set(**inputs_of(rows))
         self._io.fill(half)
         refused = self._io.fill_draws(half, draws, slots)
-        self.replay("launch", bucket_of(len(rows)), half)
+        self._run("launch", rows, half)
         accepted = np.ones(len(rows), bool)
         self._check.commit(accepted)
         if self.draft:
             self.draft.commit(rows, accepted)
-        self.counts.steps[self.name] += 1
         return self._pending(half, draws, slots, refused)
 
     def _pending(self, half: Half, draws: Sequence[Draw], slots: list[int], refused: dict[int, str]) -> CudaPending:
@@ -248,6 +263,8 @@ class CudaBackend(StepGraphs):
         return CudaPending(half, draws, self.cfg.vocab_size, on_host)
 
     def close(self) -> None:
+        if self.step_launches is not None and self.step_launches.failure():
+            return   # the context is gone, and all memory with it
         self._unbind()
         self.close_kernels()
         if self.draft:

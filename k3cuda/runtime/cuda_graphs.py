@@ -3,6 +3,7 @@ from ..emit import Probes, launches_of
 from ..plan import Op, Plan
 from .cuda_driver import Device, Launch
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
+from .cuda_launch import StepLaunches
 from .cuda_memory import RankMemory
 from .cuda_step_io import Half, StepIO
 from .cuda_trace import TraceMemory
@@ -21,6 +22,7 @@ class StepGraphs:
     _steps: list                 # their `struct Step`
     _io: StepIO
     trace: TraceMemory | None
+    step_launches: StepLaunches | None = None   # steps in one launch
 
     def __init__(self, plan: Plan, device: Device, stream, kv_cache_dtype: str, ride: bool, probes: Probes, loading: Loading):
         self.plan, self.device, self.stream, self.kv_cache_dtype, self.ride, self.probes = plan, device, stream, kv_cache_dtype, ride, probes
@@ -46,8 +48,11 @@ class StepGraphs:
 
         The launch of a commit is for every layer. `follows`: another launch stands before the first of them.
         """
+        return self._of(self.plan.ops if what == "step" else self.plan.commit[:1], bucket, overlap, follows)
+
+    def _of(self, ops, bucket: int, overlap: bool, follows: bool) -> list[tuple[Op, list[Launch]]]:
         kernels, out, count = self.kernels(bucket), [], 0
-        for op in self.plan.ops if what == "step" else self.plan.commit[:1]:
+        for op in ops:
             group = []
             for name, first_row in launches_of(op.stage, self.plan, bucket, self.ride):
                 for memory, step in zip(self.memories, self._steps if name in kernels.shapes else ()):
@@ -59,16 +64,28 @@ class StepGraphs:
                 out.append((op, group))
         return out
 
-    def _whole(self, bucket: int, half: Half) -> list[tuple[Op | None, list[Launch]]]:
+    def single(self, bucket: int, rows: int, follows: bool = False) -> list[tuple[Op | None, list[Launch]]]:
+        """As `launches` of a step of `rows` rows, with one launch for all operations that it stands for. Nothing begins under it, nor it under another."""
+        found, launch = self.step_launches.launch(rows)
+        return [*self._of(self.plan.ops[:found.begin], bucket, True, follows), (None, [launch]), *self._of(self.plan.ops[found.end:], bucket, True, False)]
+
+    def _whole(self, bucket: int, half: Half, single: int | None = None) -> list[tuple[Op | None, list[Launch]]]:
         """Load, step, commit and draw; what stands around a step is no operation."""
         draw = [] if self._io.no_sampler else [self._io.sample_launch(half, min(bucket, self._io.head_rows), dependent=True)]
-        return [(None, [self._io.load_launch(half)]), *self.launches("step", bucket, follows=True), *self.launches("commit", bucket, follows=True), (None, draw)]
+        step = self.launches("step", bucket, follows=True) if single is None else self.single(bucket, single, follows=True)
+        return [(None, [self._io.load_launch(half)]), *step, *self.launches("commit", bucket, follows=step[-1][0] is not None), (None, draw)]
 
-    def graph(self, what: str, bucket: int, half: Half | None = None):
-        """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use."""
-        key = (what, bucket) if half is None else (what, bucket, half.index)
+    def graph(self, what: str, bucket: int, half: Half | None = None, single: int | None = None):
+        """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use.
+
+        `single`: rows of a step that runs in one launch; None: stage by stage.
+        """
+        key = (what, bucket, half and half.index, single)
         if key not in self._graphs:
-            launches = self.launches(what, bucket) if half is None else self._whole(bucket, half)
+            if half is not None:
+                launches = self._whole(bucket, half, single)
+            else:
+                launches = self.launches(what, bucket) if single is None else self.single(bucket, single)
             with self._loading.phase("capture"), self.stream:
                 self.stream.begin_capture()
                 for _, group in launches:
@@ -78,9 +95,9 @@ class StepGraphs:
             self._graphs[key] = graph, launches
         return self._graphs[key]
 
-    def replay(self, what: str, bucket: int, half: Half | None = None) -> None:
+    def replay(self, what: str, bucket: int, half: Half | None = None, single: int | None = None) -> None:
         """Launches what `graph` gives, behind all that was launched before. Waits for nothing."""
-        graph, launches = self.graph(what, bucket, half)
+        graph, launches = self.graph(what, bucket, half, single)
         if self.trace and what == "step":
             self.trace.names = [(launch.kernel, op.layer) for op, group in launches for launch in group]
         graph.launch(self.stream)

@@ -13,7 +13,7 @@ NO_SLOT = 15
 SLOTS = 4             # of the exchange, where phases read the phase before: two phases lie between clearing one and using it again
 MOST_SLOTS = 12       # where results have readers further on
 MOST_EXTRA = 255      # eight bits of a word
-MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 24, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
+MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 32, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,9 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
     for own in schedule.programs:
         for at, units in Counter(phase for phase, _ in own).items():
             most[made[at][0]] = max(most[made[at][0]], units)
+    read = {made[w.phase][0] for phase in phases for w in phase.waits}   # kinds whose results lie in slots
     return BlockProgram(kinds, links, tuple(most), grid, rows, top_k, schedule, words, steps, tuple(sources), made, clearings, slots,
-                        max(n * r for n, r in zip(items, row)))
+                        max(items[i] * row[i] for i in read))
 
 
 def _readers_home(at: int, phases: list[Phase], grid: Grid) -> frozenset[int]:
@@ -152,9 +153,9 @@ def _readers_home(at: int, phases: list[Phase], grid: Grid) -> frozenset[int]:
 
 
 def _layout(k: Kind, name: str) -> tuple:
-    """Where a field lies: bytes before it and of a row, and what it is."""
+    """Where a field lies: bytes before it, of a row and of itself, and its type."""
     at = [f.name for f in k.fields].index(name)
-    return sum(f.nbytes for f in k.fields[:at]), sum(f.nbytes for f in k.fields), k.fields[at]
+    return sum(f.nbytes for f in k.fields[:at]), sum(f.nbytes for f in k.fields), k.fields[at].nbytes, k.fields[at].dtype
 
 
 def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Link:

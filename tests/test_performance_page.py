@@ -67,7 +67,9 @@ def test_every_other_table(folder):
     put("experts", steps=[step(8, forced_experts=120, ratio=1.4)], stages=[group(8, 8192, stage("expert_up", 0.9), stage("moe_down", 0.7), forced=120)])
     put("hops", steps=[step(hop_delay_us=2.5, delayed_hops=462)])
     put("prefill", prompts=[{"context": 8192, "steps": 32, "ms": 800.0, "rows_a_second": 10240.0, "ratio_to_floor": 1.3}])
-    (path / "idle.json").write_text(json.dumps([{"model": "m", "rows": 1, "sampling": {"temperature": 0}, "idle_us_median": 2.5, "idle_us_p99": 3.0, "step_us_median": 900.0}]))
+    (path / "idle.json").write_text(json.dumps([
+        {"model": "8 layers of rank 3 of 16", "rows": 1, "sampling": "temperature 0", "idle_us_median": 2.5, "idle_us_p99": 3.0, "step_us_median": 900.0, "wall_us_a_step": 903.0},
+        {"model": "tiny", "rows": 64, "sampling": "temperature 0", "idle_us_median": 70.0, "idle_us_p99": 80.0, "step_us_median": 30.0, "wall_us_a_step": 100.0}]))
     requests = {"spec_decode_acceptance_length": 6.0, "median_ttft_ms": 9.0, "median_tpot_ms": 1.2, "median_e2el_ms": 1500.0}
     decoded = {"batch": 1, "rows": 8, "tp": 16, "rank": 0, "ms": 7.25, "tokens_per_second": 830.0, "requests": requests,
                "step": step(8, ratio=3.0) | {"context_us": 40.4, "draft_us": 240.0, "accept_us": 39.6, "draft_share": 0.0533}}
@@ -76,8 +78,9 @@ def test_every_other_table(folder):
     put("decode_plain", steps=[decoded | {"rows": 1, "requests": requests | {"spec_decode_acceptance_length": None}}], setup=setup | {"num_drafts": None})
     page = made.page(path)
     for line in ("| 1 | 8 | 830.0 | 6.00 | 7.250 | 9.00 | 1.200 | 1.500 |", "| 1 | 1 | 830.0 |  | 7.250 | 9.00 | 1.200 | 1.500 |", "7 drafts a step, synthetic acceptance of length 6.0",
-                 "| 1 | 8 | 6.000 | 3.00 | 40 | 240 | 40 | 5.3 |", "| context rows, 7 drafts and acceptance over the 8-row step | at most 8 % | 5.3 | yes |", "| 8 | 120 | 2.800 | 1.40 | 10.0 (90) | 10.0 (70) |", "| 1 | 2.5 | 462 | 2.500 | 1.25 |", "| 8K | 32 | 800.0 | 10,240 | 1.30 |", "| m | 1 |",
-                 "| prefill, 8K prompt | at least 8,000 tokens a second | 10,240 | yes |", "| GPU idle between steps, median | at most 5 µs | 2.50 | yes |"):
+                 "| 1 | 8 | 6.000 | 3.00 | 40 | 240 | 40 | 5.3 |", "| context rows, 7 drafts and acceptance over the 8-row step | at most 8 % | 5.3 | yes |", "| 8 | 120 | 2.800 | 1.40 | 10.0 (90) | 10.0 (70) |", "| 1 | 2.5 | 462 | 2.500 | 1.25 |", "| 8K | 32 | 800.0 | 10,240 | 1.30 |", "| tiny | 64 |",
+                 "| prefill, 8K prompt | at least 8,000 tokens a second | 10,240 | yes |", "| GPU idle between steps of a rank's layers, median | at most 5 µs | 2.50 | yes |",
+                 "the GPU waits: 64 rows of tiny: 70 µs of 100 a step."):
         assert line in page, line
 
 

@@ -105,7 +105,7 @@ struct LaunchRoute {
     }
     // A team anew: what it is made of is kept in registers otherwise.
     const ListOut to{&choice.list.entries, &choice.list.items, choice.list.entry, choice.list.item};
-    list_experts<List<kTokens>>(room.ids, nullptr, block.a.rows, to, room.list, [] {}, Consumers());
+    list_experts<List<kTokens>>(room.ids, nullptr, block.state.live, to, room.list, [] {}, Consumers());
     finish_choice(block);
   }
 };

@@ -1,6 +1,6 @@
 // Many phases in one launch: a persistent block an SM works off its program, data made by k3cuda/block_program.py. docs/megakernel.md.
 //
-// Program of a block, 32-bit words, phase after phase (ProgramPhase in launch_fields.cuh): kind | extra << 8 | units << 16; the slots that it reads,
+// Program of a block, 32-bit words, phase after phase in pages (launch_program.cuh; ProgramPhase in launch_fields.cuh): kind | extra << 8 | units << 16; the slots that it reads,
 // writes and clears, 4 bits each; how many phases must have been cleaned up before it reads or writes, and which kinds' results lie in what it
 // clears; then the units: tiles, or slices of rows. kNoSlot: the launch's input, its result, nothing to clear.
 #pragma once
@@ -8,6 +8,8 @@
 #include "launch_kda.cuh"
 #include "launch_mla.cuh"
 #include "launch_normed.cuh"
+#include "launch_program.cuh"
+#include "launch_step.cuh"
 
 // Kinds of phases, by their place in the program's words.
 template <class... P> struct LaunchKinds;
@@ -24,9 +26,9 @@ struct LaunchKinds<P, More...> {
   }
 };
 
-// Of a consumer warp, between phases: where the next one's words stand, the block's copies before it, units that its groups finished with
-// other blocks.
-struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
+// Of a consumer warp, between phases: where the next one's words stand and those of the last one that it began, the block's copies before it, units
+// that its groups finished with other blocks.
+struct ConsumerCounts { u32 at, began, copies, turns, expert_turns; };
 
 constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks for at once; launch_source.py defines it
 
@@ -34,13 +36,15 @@ constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks 
 // and issued its last copy. kStamps is launch_source.py's STAMPS.
 enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kLastCopy, kStamps };
 
-constexpr int kMaxKinds = 24;
+constexpr int kMaxKinds = 32;
 struct LaunchArgs {
-  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchMla, LaunchChoice or the router's bias of other phases
-  const u32* programs;     // [block][words]
+  const u64* weights;      // [phase]: where its packed weights lie; a LaunchTokens, LaunchMix, KdaMix, LaunchMla, LaunchChoice or the router's bias of other phases
+  const u32* programs;     // [block][words], whole pages
+  const int* row_slot;     // [rows], -1 pads, behind all other rows; null: there is no padding
+  const int* logit_rows;   // [rows]: row i of the logits is of this row of the step, -1: of none; null: of row i
   const uint4* input;      // [rows][row of the first phase], BF16 without kNotThere
   uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
-  uint4* result;           // [rows][row of the last phase]
+  uint4* result;           // [rows][row of the last phase]: of a step its logits
   uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
   u64* stamps;             // [block][phase][kStamps] nanoseconds (LaunchStamp); null: not kept
   LaunchCounts* counts;
@@ -55,26 +59,27 @@ struct LaunchArgs {
 //   kCluster_  blocks that share tiles
 //   kTopK_     experts of a row; 0: there are none
 //   kRing_     bytes of the ring at most: it gets what the rest of `kShared_` leaves
-//   kWords_    of a block's program
+//   kWords_    of a page of a block's program
 //   kFirstStreaming_  number of the first kind that has weights; -1: none has
 template <int kTokens_, int kCluster_, int kTopK_, int kRing_, int kSlotBytes_, int kWords_, int kShared_, int kFirstStreaming_, class Kinds_>
 struct LaunchShape {
   typedef Kinds_ Kinds;
-  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kWords = kWords_, kTopK = kTopK_, kFirstStreaming = kFirstStreaming_;
+  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kTopK = kTopK_, kFirstStreaming = kFirstStreaming_;
   static constexpr int kMaxItems = max_of(1, kTokens * kTopK);
   typedef LaunchChoice<kMaxItems> Choice;
+  typedef LaunchPages<kWords_> Pages;
   static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
   static constexpr int kPartial = kConsumers * kTokens * kSumStride;                   // floats of one turn of all warps
   static constexpr int kInbox = kCluster > 1 ? max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of one tile
   static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
   static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
-  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
+  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + Pages::kBytes;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
   static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
-  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + kConsumers * sizeof(ConsumerCounts), kSmem = kProgramAt + kWords * 4;
-  static_assert(kTokens <= kTokenTile && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
+  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts)), kSmem = kProgramAt + Pages::kBytes;
+  static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
 };
 
 // All that it knows lies in shared memory.
@@ -84,34 +89,51 @@ struct LaunchBlock {
   u8* smem;
   typename S::Ring ring;
   LaunchState& state;
-  const u32* program;
+  typename S::Pages pages;
   ConsumerCounts counts = {};
   Me me;
   int rank;   // in its cluster
 
   typedef S Shape;
   K3_DEVICE LaunchBlock(u8* memory)
-      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), program((const u32*)(memory + S::kProgramAt)), rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
+      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{(u32*)(memory + S::kProgramAt)}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
 
   K3_DEVICE void begin(const LaunchArgs& args) {
     for (int i = threadIdx.x; i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
     __syncthreads();
-    for (int i = threadIdx.x; i < a.words; i += kLaunchThreads) ((u32*)program)[i] = a.programs[size_t(blockIdx.x) * a.words + i];
+    pages.begin(own_words(), a.words);
+    if (const int row = threadIdx.x; row < S::kTokens) {
+      int place = a.logit_rows ? -1 : row;
+      for (int i = 0; i < a.rows; ++i)
+        if (a.logit_rows && a.logit_rows[i] == row) place = i;
+      state.place[row] = place;
+    }
+    if (warp_id() == 0) {
+      u32 live = __ballot_sync(kFullWarp, lane_id() < a.rows && (!a.row_slot || a.row_slot[lane_id() < a.rows ? lane_id() : 0] >= 0));
+      int rows = 0;
+      for (; live; live >>= 1) ++rows;
+      if (lane_id() == 0) state.live = rows;
+    }
     if (threadIdx.x == 0) {
       ring.init();
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
-      state.received = state.cleaned = state.chosen = 0;
+      state.received = state.cleaned = state.chosen = 0, state.produced = S::kProgramAt;
     }
     __syncthreads();
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
   }
 
+  K3_DEVICE const u32* own_words() const { return a.programs + size_t(blockIdx.x) * a.words; }
+
   K3_DEVICE void produce() {
     LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
-    const u32* at = program;
+    const u32* at = pages.first();
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {
+      at = pages.turned(at, a.watch, phase);
+      __syncwarp();
+      state.produced = u32((const u8*)at - smem);
       const ProgramPhase p(at);
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
@@ -128,15 +150,22 @@ struct LaunchBlock {
   K3_DEVICE void tidy() {
     const u64 before = ended_seen(&a.counts->ended) / gridDim.x * a.clearings;   // by launches: nobody ends before this block has counted
     Janitor janitor{a.counts, before, before, before};
-    struct Place {
+    struct Place {   // what it comes to is here: consumers have read it, or it has just been brought
+      const typename S::Pages& pages;
       const u32* at;
       int phase = 0;
+      K3_DEVICE void turn() {
+        if (pages.turns(at) && pages.has_next(at)) at = pages.next(at);
+      }
       K3_DEVICE ProgramPhase here() const { return ProgramPhase(at); }
       K3_DEVICE bool clears() const { return here().clear(0) != kNoSlot; }
-      K3_DEVICE void go_on() { at = here().next(), ++phase; }
-    } heard{program}, cleared{program}, cleaned{program};
+      K3_DEVICE void go_on() { at = here().next(), ++phase, turn(); }
+    } heard{pages, pages.first()}, cleared{pages, pages.first()}, cleaned{pages, pages.first()};
     Spin spin;
+    u32 page = 3;   // the next one to bring
     while (cleaned.phase < a.phases) {
+      heard.turn(), cleared.turn(), cleaned.turn();
+      if (int(page * S::Pages::kWords) <= a.words && is_left(page % 2 ^ 1, cleaned.at)) pages.load(own_words(), page % 2 ^ 1, page), ++page;
       const int received = __shfl_sync(kFullWarp, int(state.received), 0);
       bool moved = false;
       for (; heard.phase < received && (!heard.clears() || janitor.may_hear()); heard.go_on(), moved = true)
@@ -163,6 +192,13 @@ struct LaunchBlock {
                   min_of(cleaned.phase, min_of(cleared.phase, heard.phase)), 0);
     }
     if (lane_id() == 0) ended_up(&a.counts->ended);
+  }
+
+  // Whether nobody reads a page any more, of those who come to it before place `last` of the janitor.
+  K3_DEVICE bool is_left(int place, const u32* last) const {
+    if (pages.place(last) == place) return false;
+    const u32 at = lane_id() < kConsumers ? ((volatile ConsumerCounts*)(smem + S::kCountsAt))[lane_id()].began : state.produced;
+    return !__any_sync(kFullWarp, pages.place((const u32*)(smem + at)) == place);
   }
 
   // A test's delays: up to 4 microseconds for a block or for single warps of it, other ones at every turn of the clock.
@@ -234,11 +270,17 @@ struct LaunchBlock {
   // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
   template <int kLanes = 8>
   K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0) const {
+    publish<kLanes>(p, phase, row, column, v, lane, field, row);
+  }
+  // The same as row `place` of the slot; negative: of none.
+  template <int kLanes>
+  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field, int place_of_row) const {
     const LaunchLink& to = link(p);
     const LaunchField& f = to.out[field];
     if (column >= f.width) return;
     if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
-    uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;
+    if (place_of_row < 0) return;
+    uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + place_of_row * to.row + f.at;
 #pragma unroll 1
     for (int copy = lane; copy < f.copies; copy += kLanes) {
       const int place = copy * f.width + column;
@@ -262,15 +304,15 @@ struct LaunchBlock {
 // Kinds of phases must not keep registers of one another's: each begins with a block that the compiler knows nothing of.
 template <class S>
 K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
-  if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::kProgramAt};
+  if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {u32(S::kProgramAt + 4), u32(S::kProgramAt)};
   __syncwarp();
 #pragma unroll 1
   for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
     block.counts = block.kept();
-    const u32* words = (const u32*)(block.smem + block.counts.at);
+    const u32* words = block.pages.turned((const u32*)(block.smem + block.counts.at), block.a.watch, phase);
     __syncwarp();
-    if (block.me.lane == 0) block.kept().at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
+    if (block.me.lane == 0) block.kept().began = u32((const u8*)words - block.smem), block.kept().at = u32((const u8*)ProgramPhase(words).next() - block.smem);
     block.consume(words, phase);
     __syncwarp();
     if (block.me.lane == 0) {

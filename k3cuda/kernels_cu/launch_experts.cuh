@@ -208,7 +208,7 @@ struct LaunchExpertDown {
     static_assert(S::kMaxItems * 2 * kTileRows <= 2 * S::kPartial, "results of all items fit");
     constexpr int kAll = kConsumers * kWarpSize;
     uint4* shared = block.x();
-    block.template receive<kItemVectors * S::kMaxItems>(p, phase, block.a.rows * S::kTopK, kItemVectors, 0, [&](int item, int k, const uint4& v) {
+    block.template receive<kItemVectors * S::kMaxItems>(p, phase, block.state.live * S::kTopK, kItemVectors, 0, [&](int item, int k, const uint4& v) {
       shared[item * kItemStride + k] = scale_tokens(v);
     });
     block.received(phase);
@@ -242,7 +242,7 @@ struct LaunchExpertDown {
       const int at = min_of(i, block.a.rows * width - 1), row = at / width, column = at - row * width;
       float sum = 0;
 #pragma unroll 8
-      for (int rank = 0; rank < S::kTopK; ++rank) {
+      for (int rank = 0; rank < (row < block.state.live ? S::kTopK : 0); ++rank) {
         sum = fmaf(choice.factor[row * S::kTopK + rank], results[choice.order[row * S::kTopK + rank] * width + column], sum);
       }
       Out::put(block, p, phase, row, own.first + column / kTileRows, column / 8 % 2, sum, i < block.a.rows * width, i % 8);

@@ -7,14 +7,15 @@ constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2;
 
 // In 16-byte vectors. A field begins at vector `at` of a row of its slot; of the `width` vectors that are made `copies` are written behind one
 // another, as far as `limit` reaches. own: where it begins in a row of the record.
-struct LaunchField { int at, width, limit, copies, own; };
+struct LaunchField { u16 at, width, limit, copies, own; };
 // A field that a phase reads: where it begins in a row, from row to row, how long it is.
-struct LaunchInput { int at, row, vectors; };
+struct LaunchInput { u16 at, row, vectors; };
 // Of a kind of phase. row: of its slot; record_row: of the record; vectors: of the slot, all rows.
 struct LaunchLink {
   LaunchInput in[kMaxInputs];
   LaunchField out[kMaxFields];
-  int row, record_row, vectors;
+  u16 row, record_row;
+  int vectors;
 };
 
 // A phase in a block's program (launch_core.cuh).

@@ -14,7 +14,7 @@ constexpr int kProducer = kConsumers, kJanitor = kConsumers + 1, kLaunchThreads 
 
 // What a wait waits for. `detail` says which copy, vector, round or turn, but is 0 where all registers are taken and a number kept for it would
 // spill: kWaitClean, and kWaitVector of LaunchAdd.
-enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums };
+enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums, kWaitProgram };
 
 // Where a wait that takes too long is written: {LaunchWait, block, warp, phase, detail}, the first one only. `trouble` is the host's memory,
 // which outlives the trap; `failed` is the device's, zero until then.
@@ -158,11 +158,16 @@ K3_DEVICE int blocks_of_grid() {
 #endif
 }
 
-// What the warps of a block tell each other.
+constexpr int kMaxRows = 8;   // of a launch
+
+// What the warps of a block tell each other, and what they know of the step's rows.
 struct LaunchState {
   volatile u32 received;   // phases whose input this block has read
   volatile u32 cleaned;    // phases whose used-up slots are clean everywhere
   volatile u32 chosen;     // choices of experts that this block has made
+  volatile u32 produced;   // where in shared memory the words of the producer's phase lie
+  int live;                // rows that choose experts: those behind them are padding
+  int place[kMaxRows];     // of a row's among those whose logits are wanted; -1: they are not
 };
 
 template <int kSlots_, int kSlotBytes_>

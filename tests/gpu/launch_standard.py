@@ -8,7 +8,7 @@ import numpy as np
 
 from k3cuda import launch_kinds as lk
 from k3cuda import launch_source as ls
-from k3cuda.block_program import BlockProgram
+from k3cuda.block_program import HEAD_WORDS, BlockProgram
 from k3cuda.emit_sizes import MAX_SHARED
 from k3cuda.launch_mixes import OUT, SUMS, Mix
 from k3cuda.launch_mla import HeadProduct, NormedProduct
@@ -59,6 +59,16 @@ def stored(values, dtype):
     bits = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     bits[bits == 0x8000] = 0
     return bits
+
+
+def left_out(program: BlockProgram, block: int, phase: int) -> np.ndarray:
+    """The words of a program of which a block leaves out its last unit of a phase."""
+    words, at = program.words.copy(), program.places(block)[phase]
+    units, end = int(words[block, at]) >> 16, (at // program.page + 1) * program.page
+    assert units
+    words[block, at] -= 1 << 16
+    words[block, at + HEAD_WORDS + units - 1:end - 1] = words[block, at + HEAD_WORDS + units:end]
+    return words
 
 
 class Standard:

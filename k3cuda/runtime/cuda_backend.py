@@ -28,6 +28,7 @@ from .cuda_trace import TraceMemory
 from .cuda_upload import upload, upload_draft
 from .drafting import Drafting
 from .kernel_sizes import size_misfits
+from .launch_program import LOOPBACK
 from .loading import Loading
 from .machine import LATENCY_SPECIALIZED, STANDARD
 from .row_check import RowCheck
@@ -79,7 +80,7 @@ class CudaBackend(StepGraphs):
         self.tp, self.num_slots, self.max_rows, self.drafting = tp, max_batch, self.most_rows, drafting
         self.name = LATENCY_SPECIALIZED if specialized else STANDARD
         self.overlaps = self.overlaps and drafting is None   # what is drafted next depends on the tokens of this step
-        self.ranks = "virtual" if only_rank is None else "loopback"
+        self.ranks = "virtual" if only_rank is None else LOOPBACK
         owned = list(range(tp)) if only_rank is None else [only_rank]
         self._owned, self._utilization, self._limit = owned, memory_utilization, memory_limit
         if weights is None:
@@ -113,7 +114,7 @@ class CudaBackend(StepGraphs):
         self.memories = [RankMemory(self.plan, self.num_slots, self.num_pages, slot_pages, self.kv_cache_dtype) for _ in self._owned]
         for memory, arrays in zip(self.memories, self._weights):
             memory.weights = arrays
-        self._steps = [m.step_struct(r, self.memories, self.ranks == "loopback") for m, r in zip(self.memories, self._owned)]
+        self._steps = [m.step_struct(r, self.memories, self.ranks == LOOPBACK) for m, r in zip(self.memories, self._owned)]
         self.trace = TraceMemory(self._steps, self.plan) if self.probes.trace else None
         self._page_tables = PageTables(self.memories)
         draft_ids = 0
@@ -174,12 +175,14 @@ class CudaBackend(StepGraphs):
 
     def _run(self, what: str, rows: StepRows, half: Half | None = None) -> None:
         """Replays a step or a whole launch in the way that is chosen for it, and counts it."""
-        single = len(rows) if self.step_launches is not None else None
-        if single and (reason := self.step_launches.declines(single)):
-            single = None
-            self.counts.reasons[reason] += 1
-        self.replay(what, bucket_of(len(rows)), half, **{"single": single} if single else {})
-        self.counts.steps[self.name if single else STANDARD] += 1
+        bucket, single = bucket_of(len(rows)), {}
+        if self.step_launches is not None:
+            if reason := self.step_launches.declines(bucket):
+                self.counts.reasons[reason] += 1
+            else:
+                single = {"single": True}
+        self.replay(what, bucket, half, **single)
+        self.counts.steps[LATENCY_SPECIALIZED if single else STANDARD] += 1
 
     def logits(self) -> np.ndarray:
         rows = len(self._check.rows.logit_rows)

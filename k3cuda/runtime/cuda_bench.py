@@ -117,8 +117,8 @@ class StepBench:
         own = self.cfg.vocab_size // self.tp   # the only part of the vocabulary whose rows are here
         first = context - rows_each
         self.rows, self.sequences, self.rows_each, self.context = n, sequences, rows_each, context
-        self.declined = self.backend.step_launches.declines(n) if self.specialized else None
-        self.single = n if self.specialized and not self.declined else None   # rows of a step in one launch; None: stage by stage
+        self.declined = self.backend.step_launches.declines(bucket_of(n)) if self.specialized else None
+        self.single = self.specialized and not self.declined
         self.backend.write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
                             row_position=np.tile(np.arange(first, context), sequences), logit_rows=np.arange(n)[-DECODE_ROWS:], row_accepted=np.ones(n))
 
@@ -135,14 +135,14 @@ class StepBench:
         self.restore()   # a step before this one left its commit
         experts = self.count_experts()
         check_experts(self, experts)
-        checks, before = check_step(self, walk and self.single is None), self.outputs()
+        checks, before = check_step(self, walk and not self.single), self.outputs()
         seconds = [self._timed_step(bucket) for _ in range(WARM + REPEATS)][WARM:]
         same_step(self.outputs(), before, "the last timed step")
         nbytes = self.bytes(experts).floor()
         ms, floor = statistics.median(seconds) * 1e3, nbytes / self.ceiling * 1e3
         check_time(ms, floor)
         hops = sum(follows_collective(op.stage) for op in be.plan.ops) if be.probes.hop_cycles else 0
-        return {"decode_backend": STANDARD if self.single is None else be.name, "declined": self.declined, "rows": self.rows, "sequences": self.sequences, "tp": self.tp, "rank": self.rank,
+        return {"decode_backend": be.name if self.single else STANDARD, "declined": self.declined, "rows": self.rows, "sequences": self.sequences, "tp": self.tp, "rank": self.rank,
                 "context": self.context, "kv_cache_dtype": be.kv_cache_dtype, "ms": round(ms, 4), "ms_min": round(min(seconds) * 1e3, 4),
                 "rows_a_second": round(self.rows / ms * 1e3, 1), "floor_ms": round(floor, 4), "floor_bytes": round(nbytes), "ratio_to_floor": round(ms / floor, 3),
                 "us_a_layer": round(ms * 1e3 / self.cfg.num_hidden_layers, 2), "ceiling_tb_s": round(self.ceiling / 1e12, 3),

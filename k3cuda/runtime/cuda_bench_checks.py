@@ -48,7 +48,7 @@ def other_bucket(rows: int) -> tuple[int, int]:
 
 def check_step(bench, walk: bool) -> dict:
     """Checks the placed step of a StepBench and leaves it as it was; what was checked, for the result."""
-    placed, single = (bench.sequences, bench.rows_each, bench.context), bench.single is not None
+    placed, single = (bench.sequences, bench.rows_each, bench.context), bench.single
     if single:
         poison(bench)
         bench.memory.buffer("mla_cache")[cache_rows(bench)] = 0xFF   # no token's, and to be written over

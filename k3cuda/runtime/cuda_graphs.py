@@ -48,11 +48,8 @@ class StepGraphs:
 
         The launch of a commit is for every layer. `follows`: another launch stands before the first of them.
         """
-        return self._of(self.plan.ops if what == "step" else self.plan.commit[:1], bucket, overlap, follows)
-
-    def _of(self, ops, bucket: int, overlap: bool, follows: bool) -> list[tuple[Op, list[Launch]]]:
         kernels, out, count = self.kernels(bucket), [], 0
-        for op in ops:
+        for op in self.plan.ops if what == "step" else self.plan.commit[:1]:
             group = []
             for name, first_row in launches_of(op.stage, self.plan, bucket, self.ride):
                 for memory, step in zip(self.memories, self._steps if name in kernels.shapes else ()):
@@ -64,28 +61,27 @@ class StepGraphs:
                 out.append((op, group))
         return out
 
-    def single(self, bucket: int, rows: int, follows: bool = False) -> list[tuple[Op | None, list[Launch]]]:
-        """As `launches` of a step of `rows` rows, with one launch for all operations that it stands for. Nothing begins under it, nor it under another."""
-        found, launch = self.step_launches.launch(rows)
-        return [*self._of(self.plan.ops[:found.begin], bucket, True, follows), (None, [launch]), *self._of(self.plan.ops[found.end:], bucket, True, False)]
+    def _single(self, bucket: int) -> list[tuple[None, list[Launch]]]:
+        """In the place of `launches` of a step: one, under which nothing begins, and which begins under nothing."""
+        return [(None, [self.step_launches.launch(bucket)])]
 
-    def _whole(self, bucket: int, half: Half, single: int | None = None) -> list[tuple[Op | None, list[Launch]]]:
+    def _whole(self, bucket: int, half: Half, single: bool = False) -> list[tuple[Op | None, list[Launch]]]:
         """Load, step, commit and draw; what stands around a step is no operation."""
         draw = [] if self._io.no_sampler else [self._io.sample_launch(half, min(bucket, self._io.head_rows), dependent=True)]
-        step = self.launches("step", bucket, follows=True) if single is None else self.single(bucket, single, follows=True)
-        return [(None, [self._io.load_launch(half)]), *step, *self.launches("commit", bucket, follows=step[-1][0] is not None), (None, draw)]
+        step = self._single(bucket) if single else self.launches("step", bucket, follows=True)
+        return [(None, [self._io.load_launch(half)]), *step, *self.launches("commit", bucket, follows=not single), (None, draw)]
 
-    def graph(self, what: str, bucket: int, half: Half | None = None, single: int | None = None):
+    def graph(self, what: str, bucket: int, half: Half | None = None, single: bool = False):
         """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use.
 
-        `single`: rows of a step that runs in one launch; None: stage by stage.
+        `single`: the step is one launch, else stage by stage.
         """
         key = (what, bucket, half and half.index, single)
         if key not in self._graphs:
             if half is not None:
                 launches = self._whole(bucket, half, single)
             else:
-                launches = self.launches(what, bucket) if single is None else self.single(bucket, single)
+                launches = self._single(bucket) if single else self.launches(what, bucket)
             with self._loading.phase("capture"), self.stream:
                 self.stream.begin_capture()
                 for _, group in launches:
@@ -95,7 +91,7 @@ class StepGraphs:
             self._graphs[key] = graph, launches
         return self._graphs[key]
 
-    def replay(self, what: str, bucket: int, half: Half | None = None, single: int | None = None) -> None:
+    def replay(self, what: str, bucket: int, half: Half | None = None, single: bool = False) -> None:
         """Launches what `graph` gives, behind all that was launched before. Waits for nothing."""
         graph, launches = self.graph(what, bucket, half, single)
         if self.trace and what == "step":

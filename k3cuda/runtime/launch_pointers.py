@@ -1,5 +1,5 @@
-"""What the phases of a single launch point to: packed weights, and structures with the places where the standard path has its rows, records,
-states and caches. Addresses are numbers: no GPU is needed here. kernels_cu/launch_core.cuh says what a kind's pointer is."""
+"""What the phases of a step in one launch point to: packed weights, and structures with the places where the standard path has its rows, records,
+states and caches. launch_step.py says what belongs where. Addresses are numbers: no GPU is needed here."""
 import ctypes
 from dataclasses import dataclass
 from math import prod
@@ -9,29 +9,13 @@ import numpy as np
 from ..block_program import BlockProgram
 from ..buffers import DTYPE_BYTES, KV_BYTES, buffer_shape
 from ..config import L2NORM_EPS, MLA_NORM_EPS, PAGE_SIZE
-from ..errors import PlanError
-from ..launch_kinds import ExpertDown, ExpertUp, Kda, Kind, Product, Route
-from ..launch_mixes import Mix
-from ..launch_mla import MlaAttend, MlaCombine, MlaNorm
-from ..launch_source import LAUNCH_MIX
+from ..launch_operands import KdaMix, LaunchMix, LaunchMla, LaunchTokens, MlaAttend, MlaWrite, Operand, operand
 from ..plan import Op, Plan
 from ..tables import Tables
 
 CACHE_SCALE = 1.0   # of FP8 cache rows: no checkpoint has another
 ALIGN = 16          # bytes: where a structure may begin
-
-
-def _struct(name: str, **fields: str) -> type[ctypes.Structure]:
-    """Laid out as C++ lays out the same fields; "p" a pointer, "i" an int, "f" a float."""
-    kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "f": ctypes.c_float}
-    return type(name, (ctypes.Structure,), {"_fields_": [(field, kinds[kind]) for field, kind in fields.items()]})
-
-
-_ROWS = {"row_slot": "p", "row_position": "p", "page_table": "p", "slot_pages": "i", "rows": "i"}   # MlaRows
-KdaMix = _struct("KdaMix", row_slot="p", rows="i", heads="i", qkv="p", f_a="p", beta="p", out_gate="p", state="p", conv_state="p", f_b="p", a_log="p", dt_bias="p",
-                 q_conv="p", k_conv="p", v_conv="p", o_norm="p", k="p", v="p", decay="p", out="p", lower_bound="f", l2_eps="f", eps="f")
-MlaAttending = _struct("MlaAttend", **_ROWS, query="p", map="p", first="i", score_scale="f", cache_scale="f", partial="p", top_sum="p", next="p", out="p")
-MlaWrite = _struct("MlaWrite", **_ROWS, query="p", latent="p", query_norm="p", latent_norm="p", query_out="p", cache="p", cache_scale="f", eps="f")
+_TOP_SUM = 8        # bytes of a partial result's maximum and sum, F32, which stand before the results themselves
 
 
 @dataclass(frozen=True)
@@ -61,79 +45,60 @@ class Places:
         size = KV_BYTES[self.kv_cache_dtype] if b.dtype == "kv" else DTYPE_BYTES[b.dtype]
         return self.buffers[name] + op.kind_index * prod(buffer_shape(b, self.tables.dims)[1:]) * size
 
-    def kda(self, op: Op) -> KdaMix:
-        """Of a layer's kda_mix. What comes by the exchange and what goes there has no address."""
-        cfg, parts = self.plan.cfg, {to: self.part(name, op) for to, name in (("qkv", "kda_qkv"), ("beta", "kda_beta"), ("k", "kda_k"), ("v", "kda_v"),
-                                                                              ("decay", "kda_decay"), ("state", "kda_state"), ("conv_state", "conv_state"))}
-        weights = dict(zip(("f_b", "a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm"), self.weights[op.layer, "kda_mix"], strict=True))
-        return KdaMix(row_slot=self.buffers["row_slot"], heads=cfg.dims()["kda_num_heads"] // self.plan.tp, lower_bound=cfg.linear_attn_config.gate_lower_bound,
-                      l2_eps=L2NORM_EPS, eps=cfg.rms_norm_eps, **parts, **weights)
-
-    def mla(self, op: Op, rows: int) -> bytes:
-        """A LaunchMla of a layer's mla_norm, for steps of `rows` rows."""
-        dims = self.tables.dims
-        query_norm, latent_norm = self.weights[op.layer, "mla_norm"]
-        of_rows = {n: self.buffers[n] for n in ("row_slot", "row_position", "page_table")} | {"slot_pages": dims["slot_pages"], "rows": rows}
-        attend = MlaAttending(**of_rows, map=self.mla_map, first=op.kind_index * dims["pages"] * PAGE_SIZE, score_scale=self.score_scale, cache_scale=CACHE_SCALE,
-                              partial=self.mla_work + self.mla_partials * 8, top_sum=self.mla_work)   # a maximum and a sum, F32, of every partial result
-        write = MlaWrite(**of_rows, query_norm=query_norm, latent_norm=latent_norm, cache=self.part("mla_cache", op), cache_scale=CACHE_SCALE, eps=MLA_NORM_EPS)
-        return bytes(attend) + bytes(write)
-
-    def mix(self, k: Mix, layer: int | None) -> bytes:
-        """A LaunchMix: a norm alone has no scores and keeps no prefix sum."""
-        *score, weight = self.weights[layer, k.stage]
-        hidden, blocks = (self.buffers["hidden"], self.buffers["res_blocks"]) if k.blocks else (0, 0)
-        return np.array([(score[0] if score else 0, weight, hidden, blocks)], LAUNCH_MIX).tobytes()
+    def parts(self, op: Op, **names: str) -> dict[str, int]:
+        return {to: self.part(name, op) for to, name in names.items()}
 
 
-def weights_of(k: Kind) -> tuple[str, int]:
-    """(stage, which of its packed arrays) that a kind reads by itself. Raises PlanError for one that has none."""
-    if isinstance(k, Product):
-        return ("route", 1) if k.name == "shared_down" else (k.name, 0)
-    for kind, stage in ((Route, "route"), (ExpertUp, "expert_up"), (ExpertDown, "moe_down")):
-        if isinstance(k, kind):
-            return stage, 0
-    raise PlanError(f"no table says what {k.name} of a single launch reads")
+def _tokens(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> LaunchTokens:
+    return LaunchTokens(token_ids=at.buffers["token_ids"], table=weights[0], hidden=at.buffers["hidden"])
+
+
+def _mix(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> LaunchMix:
+    if len(weights) == 1:   # a norm alone
+        return LaunchMix(weight=weights[0])
+    return LaunchMix(score=weights[0], weight=weights[1], hidden=at.buffers["hidden"], blocks=at.buffers["res_blocks"])
+
+
+def _kda(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> KdaMix:
+    cfg = at.plan.cfg
+    return KdaMix(row_slot=at.buffers["row_slot"], rows=rows, heads=cfg.dims()["kda_num_heads"] // at.plan.tp, lower_bound=cfg.linear_attn_config.gate_lower_bound,
+                  l2_eps=L2NORM_EPS, eps=cfg.rms_norm_eps, **dict(zip(("f_b", "a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm"), weights, strict=True)),
+                  **at.parts(op, qkv="kda_qkv", beta="kda_beta", k="kda_k", v="kda_v", decay="kda_decay", state="kda_state", conv_state="conv_state"))
+
+
+def _mla(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> LaunchMla:
+    dims, (query_norm, latent_norm) = at.tables.dims, weights
+    of_rows = {n: at.buffers[n] for n in ("row_slot", "row_position", "page_table")} | {"slot_pages": dims["slot_pages"], "rows": rows, "cache_scale": CACHE_SCALE}
+    attend = MlaAttend(**of_rows, map=at.mla_map, first=op.kind_index * dims["pages"] * PAGE_SIZE, score_scale=at.score_scale,
+                       partial=at.mla_work + at.mla_partials * _TOP_SUM, top_sum=at.mla_work)
+    return LaunchMla(attend, MlaWrite(**of_rows, query_norm=query_norm, latent_norm=latent_norm, cache=at.part("mla_cache", op), eps=MLA_NORM_EPS))
+
+
+_MAKERS = {LaunchTokens: _tokens, LaunchMix: _mix, KdaMix: _kda, LaunchMla: _mla}
 
 
 class Pointers:
-    """Of a program on `places`: the structures of its phases, once each, and what every phase points to.
+    """Of a program on `places`: the structures of its phases, each once, and what every phase points to.
 
     Attributes:
         structures: uint8, to be put into the device's memory.
     """
 
     def __init__(self, program: BlockProgram, places: Places):
-        self._ops = {(op.stage.name, op.layer): op for op in places.plan.ops}
-        self._at, self._phases, blob = {}, [], b""
+        ops, made, self._phases, blob = {(op.stage.name, op.layer): op for op in places.plan.ops}, {}, [], b""
         for kind, layer in program.weights:
-            k = program.kinds[kind]
-            key = self._structure(k, layer)
-            if key is None:
-                stage, which = weights_of(k)
-                self._phases.append((None, places.weights[layer, stage][which]))
+            use: Operand = operand(places.plan, program.kinds[kind], layer)
+            key, weights = (use.layer, use.stage), places.weights[use.layer, use.stage]
+            if use.struct is None:
+                self._phases.append((None, weights[use.packed]))
                 continue
-            if key not in self._at:
-                self._at[key] = len(blob)
-                made = self._made(k, layer, places, program.rows)
-                blob += made + bytes(-len(made) % ALIGN)
-            self._phases.append((self._at[key], 0))
+            if key not in made:
+                made[key] = len(blob)
+                found: ctypes.Structure = _MAKERS[use.struct](places, ops[use.stage, use.layer], weights, program.rows)
+                blob += bytes(found) + bytes(-ctypes.sizeof(found) % ALIGN)
+            self._phases.append((made[key], 0))
         self.structures = np.frombuffer(blob, np.uint8)
 
     def table(self, base: int) -> np.ndarray:
         """uint64 [phases], with the structures at address `base`."""
         return np.array([weight if at is None else base + at for at, weight in self._phases], np.uint64)
-
-    @staticmethod
-    def _structure(k: Kind, layer: int | None) -> tuple | None:
-        """Phases of the same one have the same structure; None: it points to weights."""
-        if isinstance(k, Mix):
-            return k.stage, layer
-        if isinstance(k, (MlaNorm, MlaAttend, MlaCombine)):
-            return "mla", layer
-        return ("kda", layer) if isinstance(k, Kda) else None
-
-    def _made(self, k: Kind, layer: int | None, places: Places, rows: int) -> bytes:
-        if isinstance(k, Mix):
-            return places.mix(k, layer)
-        return bytes(places.kda(self._ops["kda_mix", layer])) if isinstance(k, Kda) else places.mla(self._ops["mla_norm", layer], rows)

@@ -31,12 +31,12 @@ class LaunchMla(ctypes.Structure):
 @dataclass(frozen=True)
 class Operand:
     """`stage` and `layer` (None before and behind the layers): whose packed arrays (packing.PACKED[stage]) the phase works with, as the plan's operation of
-    that stage and layer does. `struct`: the structure that its entry points to; None: to packed array number `packed` itself."""
+    that stage and layer does. `struct`: the structure that its entry points to; None: to packed array number `packed` itself, or to nothing where that is None too."""
 
     stage: str
     layer: int | None
     struct: type[ctypes.Structure] | None = None
-    packed: int = 0
+    packed: int | None = 0
 
 
 _MLA = ("mla_norm", "mla_attend", "mla_combine")
@@ -56,4 +56,4 @@ def operand(plan: Plan, k: Kind, layer: int) -> Operand:
     if not any(op.stage.name == stage and op.layer == at for op in plan.ops):
         raise PlanError(f"{k.name} of layer {layer} is stage {stage}, which the plan has not there")
     struct = LaunchMix if isinstance(k, Mix) else {"embed": LaunchTokens, "kda_mix": KdaMix, **dict.fromkeys(_MLA, LaunchMla)}.get(k.name)
-    return Operand(stage, at, struct, int(k.name == "shared_down"))
+    return Operand(stage, at, struct, {"shared_down": 1, "dense_sum": None}.get(k.name, 0))

@@ -20,13 +20,13 @@ What the launch of a `step_program` is given (launch_source.arguments), all of i
   | KdaMix | row_slot: the buffer. rows: program.rows. heads: this rank's. qkv, beta, k, v, decay: the records of these names (kda_...) of this layer. state, conv_state: of this layer. f_b, a_log, dt_bias, q_conv, k_conv, v_conv, o_norm: packed arrays 0 to 6. f_a, out_gate, out: null. lower_bound, l2_eps, eps: gate_lower_bound, L2NORM_EPS, rms_norm_eps |
   | LaunchMla | one for mla_norm, mla_attend and mla_combine of a layer. Both parts: row_slot, row_position, page_table: the buffers; slot_pages: theirs; rows: program.rows; cache_scale: of the layer. attend: map, first, score_scale, partial, top_sum as in stages/mla.cuh; query, next, out: null. write: query_norm, latent_norm: packed arrays 0 and 1; cache: of this layer; eps: MLA_NORM_EPS; query, latent, query_out: null |
 
-  Of shared_down it is packed array 1 of stage route, of route array 0. Every other kind (products, experts) has packed array 0 of its stage.
+  Of shared_down it is packed array 1 of stage route, of route array 0. dense_sum has none: its entry is null. Every other kind (products, experts) has packed array 0 of its stage.
 
 `hidden` and `res_blocks` are left as the step has them at its end; that of output rows has joined what the last layer left. All other step buffers stay untouched.
 """
 from dataclasses import dataclass
 
-from .block_program import BlockProgram, program
+from .block_program import PAGE_WORDS, BlockProgram, program
 from .errors import PlanError
 from .launch_kinds import Field, Kind, Product
 from .launch_layer import INPUT, LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps
@@ -81,7 +81,7 @@ class Head(Product):
         return "LaunchLogits"
 
 
-def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int, merged: bool | None = None, slots: int = LAYER_SLOTS) -> BlockProgram:
+def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int, merged: bool | None = None, page: int = PAGE_WORDS) -> BlockProgram:
     """The program of a step of `rows` rows (a bucket: 1, 2, 4 or 8), all layers of the model.
 
     Args:
@@ -89,6 +89,7 @@ def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: i
         cache: bytes of a value of the MLA cache, 1 (FP8) or 2 (BF16).
         rank_parts: ranks whose parts a sum over ranks has. The launch runs one rank, which looped back stands for all: plan.tp.
         merged: products norm for themselves what they read; None: where that is faster, up to MERGED_ROWS rows.
+        page: words of a page of a block's program.
     Raises PlanError where the launch can't run such a step: taps, a cache that is split over ranks, sizes that its kinds of phases do not fit. A step
     then runs as the standard path has it.
     """
@@ -101,7 +102,7 @@ def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: i
     first, behind = kinds[:1], tuple(k for k in kinds if isinstance(k, Head) or isinstance(k, Mix) and k.stage == "attn_mix" and k is not kinds[1])
     steps = layer_steps(plan, kinds[1:-1], range(cfg.num_hidden_layers), has, first, behind)
     used = {step.name for step in steps}
-    return program(tuple(k for k in kinds if k.name in used), steps, rows, grid, cfg.num_experts_per_token, slots=slots)
+    return program(tuple(k for k in kinds if k.name in used), steps, rows, grid, cfg.num_experts_per_token, slots=LAYER_SLOTS, page=page)
 
 
 def step_kinds(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int, merged: bool) -> tuple[Kind, ...]:

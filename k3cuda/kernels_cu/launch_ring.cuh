@@ -65,10 +65,6 @@ struct Spin {
 #ifdef K3_HOST_SHIM
 inline bool barrier_try(u64* bar, u32 parity) { return ((volatile HostBarrier*)bar)->phase != parity; }
 inline bool barrier_test(u64* bar, u32 parity) { return barrier_try(bar, parity); }
-inline bool inbox_try(u64* bar, u32 parity) {
-  std::lock_guard<std::mutex> alone(shim::cur->b->cluster->sends);
-  return barrier_try(bar, parity);
-}
 inline void barrier_arrive_times(u64* bar, u32 times) { while (times--) barrier_arrive(bar); }
 inline void bulk_prefetch(const void*, u32) {}
 inline void fence_slot() {}

@@ -88,9 +88,9 @@ class Pointers:
         ops, made, self._phases, blob = {(op.stage.name, op.layer): op for op in places.plan.ops}, {}, [], b""
         for kind, layer in program.weights:
             use: Operand = operand(places.plan, program.kinds[kind], layer)
-            key, weights = (use.layer, use.stage), places.weights[use.layer, use.stage]
+            key, weights = (use.layer, use.stage), places.weights.get((use.layer, use.stage), ())
             if use.struct is None:
-                self._phases.append((None, weights[use.packed]))
+                self._phases.append((None, 0 if use.packed is None else weights[use.packed]))
                 continue
             if key not in made:
                 made[key] = len(blob)

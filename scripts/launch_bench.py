@@ -27,11 +27,10 @@ from k3cuda.runtime.cuda_driver import Module, open_device  # noqa: E402
 from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
 from k3cuda.runtime.cuda_synthetic import Filler  # noqa: E402
 from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
+from k3cuda.runtime.launch_program import WAITS  # noqa: E402
 
 TP, SEED = 16, 5
 FORCED_POOL = 128            # experts of a layer that the device holds where all choices are forced
-WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose", "sums of its own block", "a page of its program")
 
 
 class Case:

@@ -72,7 +72,7 @@ def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range, has=lambda k
     """
     counts = {(op.stage.name, op.layer): op.num_blocks for op in plan.ops}
     if behind:
-        counts["attn_mix", layers.stop] = counts["output_mix", None]
+        counts.setdefault(("attn_mix", layers.stop), counts["output_mix", None])
     steps, sums = [], {}   # sums: of each mix, which phase made its last ones
 
     def add(k: Kind, layer: int) -> None:

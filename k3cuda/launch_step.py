@@ -81,7 +81,7 @@ class Head(Product):
         return "LaunchLogits"
 
 
-def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int, merged: bool | None = None, page: int = PAGE_WORDS) -> BlockProgram:
+def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int, merged: bool | None = None, page: int = PAGE_WORDS, layers: int | None = None) -> BlockProgram:
     """The program of a step of `rows` rows (a bucket: 1, 2, 4 or 8), all layers of the model.
 
     Args:
@@ -90,6 +90,7 @@ def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: i
         rank_parts: ranks whose parts a sum over ranks has. The launch runs one rank, which looped back stands for all: plan.tp.
         merged: products norm for themselves what they read; None: where that is faster, up to MERGED_ROWS rows.
         page: words of a page of a block's program.
+        layers: the first ones that the step has, and then its output; None: all.
     Raises PlanError where the launch can't run such a step: taps, a cache that is split over ranks, sizes that its kinds of phases do not fit. A step
     then runs as the standard path has it.
     """
@@ -100,7 +101,7 @@ def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: i
     of_sort = of_its_sort(cfg, mla_kinds(cfg, plan.tp, grid.cluster, rows=rows, cache=cache, blocks=grid.sms))
     has = lambda k, layer: of_sort(k, layer) and k.name not in (MOE if cfg.is_dense(layer) else DENSE)
     first, behind = kinds[:1], tuple(k for k in kinds if isinstance(k, Head) or isinstance(k, Mix) and k.stage == "attn_mix" and k is not kinds[1])
-    steps = layer_steps(plan, kinds[1:-1], range(cfg.num_hidden_layers), has, first, behind)
+    steps = layer_steps(plan, kinds[1:-1], range(layers or cfg.num_hidden_layers), has, first, behind)
     used = {step.name for step in steps}
     return program(tuple(k for k in kinds if k.name in used), steps, rows, grid, cfg.num_experts_per_token, slots=LAYER_SLOTS, page=page)
 

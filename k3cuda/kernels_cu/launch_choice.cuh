@@ -25,6 +25,8 @@ K3_DEVICE void finish_choice(Block& block) {
   for (int i = block.me.thread(); i < choice.list.items; i += Consumers::kThreads) choice.place[choice.list.item[i]] = u16(i);
   block.team().sync();
 #pragma unroll 1
+  for (int i = choice.list.items + block.me.thread(); i < block.a.rows * kTopK; i += Consumers::kThreads) choice.order[i] = 0, choice.factor[i] = 0;   // of padding
+#pragma unroll 1
   for (int i = block.me.thread(); i < choice.list.items; i += Consumers::kThreads) {   // positions rise with the expert
     const int row = i / kTopK;
     int rank = 0;

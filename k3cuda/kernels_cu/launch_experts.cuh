@@ -242,7 +242,7 @@ struct LaunchExpertDown {
       const int at = min_of(i, block.a.rows * width - 1), row = at / width, column = at - row * width;
       float sum = 0;
 #pragma unroll 8
-      for (int rank = 0; rank < (row < block.state.live ? S::kTopK : 0); ++rank) {
+      for (int rank = 0; rank < S::kTopK; ++rank) {
         sum = fmaf(choice.factor[row * S::kTopK + rank], results[choice.order[row * S::kTopK + rank] * width + column], sum);
       }
       Out::put(block, p, phase, row, own.first + column / kTileRows, column / 8 % 2, sum, i < block.a.rows * width, i % 8);

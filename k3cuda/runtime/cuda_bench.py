@@ -8,6 +8,7 @@ import ctypes
 import logging
 import statistics
 import time
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..config import DECODE_ROWS, K3Config
 from ..emit import NO_PROBES, Probes, follows_collective
-from ..errors import BenchmarkError, OutOfMemory
+from ..errors import BenchmarkError, CompileError, OutOfMemory, PlanError
 from ..plan import Op, build_plan
 from .cuda_backend import CudaBackend
 from .cuda_bench_checks import check_experts, check_step, check_time, other_bucket, same_step
@@ -26,6 +27,7 @@ from .cuda_kernels import bucket_of, compile_bucket, side_by_side
 from .cuda_synthetic import Filler, synthetic_draft, synthetic_weights
 from .cuda_timing import Timer
 from .drafting import Drafting
+from .launch_program import BUCKETS, compile_launch
 from .machine import STANDARD
 from .step_bytes import StepBytes
 
@@ -75,9 +77,14 @@ class StepBench:
     def compile(self, rows, probes=(NO_PROBES,), more=()) -> None:
         """Kernels for steps of so many rows and for their checks, and the buckets `more`, all side by side."""
         buckets, start = {b for n in rows for b in (bucket_of(n), other_bucket(n)[0])} | set(more), time.perf_counter()
-        side_by_side([partial(compile_bucket, self._plan, b, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=p)
-                      for p in probes for b in buckets])
+        launches = {bucket_of(n) for n in rows} & set(BUCKETS) if self.specialized else ()
+        side_by_side([partial(self._launch_ahead, b) for b in launches]
+                     + [partial(compile_bucket, self._plan, b, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=p) for p in probes for b in buckets])
         log.info("kernels compiled in %.1f s", time.perf_counter() - start)
+
+    def _launch_ahead(self, bucket: int) -> None:
+        with suppress(PlanError, CompileError):   # which a step in one launch gives as its reason
+            compile_launch(self._plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms)
 
     def open(self, sequences: int, max_model_len: int, probes: Probes = NO_PROBES) -> None:
         """Room for so many sequences of so many tokens, with random caches and states. Raises OutOfMemory where it does not fit."""

@@ -47,8 +47,12 @@ class StepBench:
         drafting: a made draft beside it, whose weights are made on the device too; None: no draft.
         specialized: steps run in one launch where they can.
 
+    Attributes:
+        single: whether the placed step is one launch. declined: why it is not, though that was asked for.
     Raises OutOfMemory: the weights do not fit.
     """
+
+    single, declined = False, None
 
     def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str, drafting: Drafting | None = None, specialized: bool = False):
         self.cfg, self.tp, self.rank, self.kv_cache_dtype, self.specialized = cfg, tp, rank, kv_cache_dtype, specialized

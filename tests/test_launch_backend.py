@@ -1,4 +1,5 @@
 """Which steps a backend runs in one launch, what it counts, and what it says of a launch that ended itself; without a GPU."""
+import ctypes
 import re
 from types import SimpleNamespace
 
@@ -7,9 +8,11 @@ import pytest
 
 pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 
-from test_step_io import Hash, library, make  # noqa: E402, F401 - fixtures
+from host_step import Memory  # noqa: E402
+from test_step_io import library, make  # noqa: E402, F401 - fixtures
 from test_step_io import pytestmark as shim  # noqa: E402
 
+from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import NO_PROBES, Probes  # noqa: E402
 from k3cuda.errors import CompileError, DeviceError, PlanError, StepTimeout  # noqa: E402
@@ -17,17 +20,22 @@ from k3cuda.packing import PACKED  # noqa: E402
 from k3cuda.plan import Taps, build_plan  # noqa: E402
 from k3cuda.runtime import cuda_driver, cuda_launch  # noqa: E402
 from k3cuda.runtime.backend import StepRows  # noqa: E402
+from k3cuda.runtime.cuda_driver import Device  # noqa: E402
 from k3cuda.runtime.cuda_jit import KERNELS  # noqa: E402
 from k3cuda.runtime.cuda_kernels import ROW_BUCKETS  # noqa: E402
 from k3cuda.runtime.launch_pointers import Places, Pointers  # noqa: E402
-from k3cuda.runtime.launch_program import BUCKETS, LOOPBACK, TOO_MANY_ROWS, WAITS, launched, misfit, trouble_text  # noqa: E402
+from k3cuda.runtime.launch_program import BUCKETS, CLUSTER, KERNEL, LOOPBACK, NOT_THERE, TOO_MANY_ROWS, WAITS, launched, misfit, trouble_text  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402
 from k3cuda.runtime.machine import LATENCY_SPECIALIZED, STANDARD, VIRTUAL  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
+from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 from k3cuda.tables import tables_of  # noqa: E402
 
 RELEASE = K3Config.from_json(RELEASED_FOLDER)
 TP, SLOTS, SLOT_PAGES = 16, 4, 8
+# Whose sizes the phases can do: whole vectors of 16 ranks, sixteen leaves of experts.
+FITTING = made_config(head_dim=128, v_head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512, q_lora_rank=256, hidden_size=256, num_experts=64,
+                      routed_expert_hidden_size=512)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +82,54 @@ def test_reasons_of_row_counts_are_found_once(monkeypatch):
     virtual = launches(monkeypatch, build, ranks=VIRTUAL)
     assert all("several ranks" in virtual.declines(b) for b in ROW_BUCKETS) and asked == list(BUCKETS)
     virtual.close()
+
+
+class OnHost(np.ndarray):
+    """An array that shows its address as CuPy's do."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+@shim
+def test_what_a_launch_is_made_of(monkeypatch):
+    """As many blocks as the driver says fit, cooperative, in clusters; its tables and the addresses of the memory's own buffers."""
+    array = lambda a: np.ascontiguousarray(a).view(OnHost)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    cupy = SimpleNamespace(asarray=array, zeros=lambda n, dtype: array(np.zeros(n, dtype)), full=lambda n, v, dtype: array(np.full(n, v, dtype)), uint8=np.uint8, uint32=np.uint32, ndarray=np.ndarray,
+                           cuda=SimpleNamespace(get_current_stream=lambda: stream, alloc_pinned_memory=lambda nbytes: bytearray(nbytes)))
+    made, compiled = [], []
+
+    def launch(function, grid, block, arguments, **options):
+        made.append(SimpleNamespace(function=function, grid=grid, arguments=arguments, launch=lambda: None, **options, config=grid))
+        return made[-1]
+
+    constants = lambda name, count: (576, 230_000, CLUSTER, 16)
+    module = SimpleNamespace(constants=constants, function=lambda name, shared=0: name, close=lambda: None)
+    cu = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda function, grid: 64, cuStreamSynchronize=lambda stream: None)
+    for name, value in {"cupy": cupy, "Launch": launch, "Module": lambda cubin: module, "check": lambda result: result, "driver": lambda: cu,
+                        "compiled_launch": lambda plan, program, arch: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
+        monkeypatch.setattr(cuda_launch, name, value)
+    plan = build_plan(FITTING, TP)
+    memory = Memory(plan, MadeCheckpoint(FITTING))
+    buffers = {name: array(memory.buffer(name)) for name in memory.tables.buffers}
+    rank = SimpleNamespace(tables=memory.tables, buffer=buffers.get, weights={(op.layer, op.stage.name): [array(a) for a in memory.weights_of(op)] for op in plan.ops},
+                           mla_work=array(memory.mla_work), mla_map=array(memory.mla_map), mla_partials=memory.step.mla_partials)
+    found = cuda_launch.StepLaunches(plan, rank, Device(0, "a GPU", "sm_90a", 133, 227 << 10), 5, "bf16", LOOPBACK, NO_PROBES, Loading())
+    try:
+        assert found.declines(2) is None and [p.grid.sms for p in compiled] == [132, 128]
+        one = found.launch(2)
+        assert (one.function, one.grid, one.cluster, one.cooperative, one.stream) == (KERNEL, 128, CLUSTER, True, 5)
+        args, = one.arguments
+        assert args.result == buffers["logits"].ctypes.data and args.row_slot == buffers["row_slot"].ctypes.data and args.input is None and args.rows == 2
+        exchange = (ctypes.c_uint32 * (args.slot_vectors * 4 * compiled[-1].slots)).from_address(args.exchange)
+        assert set(exchange) == {NOT_THERE} and not any((ctypes.c_uint8 * ls.COUNT_BYTES).from_address(args.counts))
+        table = (ctypes.c_uint64 * args.phases).from_address(args.weights)
+        assert table[args.phases - 1] == rank.weights[None, "lm_head"][0].ctypes.data
+        assert found.declines(8) is None and found.launch(8).arguments[0].exchange == args.exchange and found.launch(8).arguments[0].counts != args.counts
+    finally:
+        found.close()
 
 
 @shim

@@ -11,7 +11,7 @@ from scripted import CLOSED, END, GREEDY, THOUGHT, TOKENIZER, USER, fake  # noqa
 
 import k3cuda
 from k3cuda import LLM, SamplingParams
-from k3cuda.errors import CheckpointError, ConfigError, DeviceError, NumericalError, OutOfMemory, RequestError, UsageError
+from k3cuda.errors import CheckpointError, ConfigError, NumericalError, OutOfMemory, RequestError, UsageError
 from k3cuda.runtime import cuda_driver, open_model, preflight
 from k3cuda.runtime.answer import AnswerParser
 from k3cuda.runtime.machine import Driver, Gpu

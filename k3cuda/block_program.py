@@ -12,7 +12,7 @@ from .schedule import Schedule, check, deal
 NO_SLOT = 15
 SLOTS = 4             # of the exchange, where phases read the phase before: two phases lie between clearing one and using it again
 MOST_SLOTS = 12       # where results have readers further on
-HEAD_WORDS = 3        # of a phase, before its units
+HEAD_WORDS = 3        # of a phase, before its units: kHeadWords in launch_fields.cuh
 MOST_VECTORS = 0xFFFF   # of a row, sixteen bits of a LaunchLink
 MOST_EXTRA = 255      # eight bits of a word
 PAGE_WORDS = 512      # of a block's program, of which two pages are in shared memory

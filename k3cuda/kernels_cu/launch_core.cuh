@@ -67,18 +67,19 @@ struct LaunchShape {
   static constexpr int kTokens = kTokens_, kCluster = kCluster_, kTopK = kTopK_, kFirstStreaming = kFirstStreaming_;
   static constexpr int kMaxItems = max_of(1, kTokens * kTopK);
   typedef LaunchChoice<kMaxItems> Choice;
-  typedef LaunchPages<kWords_> Pages;
   static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
   static constexpr int kPartial = kConsumers * kTokens * kSumStride;                   // floats of one turn of all warps
   static constexpr int kInbox = kCluster > 1 ? max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of one tile
   static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
   static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
-  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + Pages::kBytes;
+  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
   static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
-  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts)), kSmem = kProgramAt + Pages::kBytes;
+  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts));
+  typedef LaunchPages<kWords_, kProgramAt> Pages;
+  static constexpr int kSmem = kProgramAt + Pages::kBytes;
   static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
 };
 
@@ -96,7 +97,7 @@ struct LaunchBlock {
 
   typedef S Shape;
   K3_DEVICE LaunchBlock(u8* memory)
-      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{(u32*)(memory + S::kProgramAt)}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
+      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{memory}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
 
   K3_DEVICE void begin(const LaunchArgs& args) {
     for (int i = threadIdx.x; i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
@@ -118,7 +119,7 @@ struct LaunchBlock {
       ring.init();
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
-      state.received = state.cleaned = state.chosen = 0, state.produced = S::kProgramAt;
+      state.received = state.cleaned = state.chosen = 0, state.produced = S::Pages::kFirst;
     }
     __syncthreads();
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
@@ -128,13 +129,13 @@ struct LaunchBlock {
 
   K3_DEVICE void produce() {
     LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
-    const u32* at = pages.first();
+    u32 at = S::Pages::kFirst;
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {
       at = pages.turned(at, a.watch, phase);
       __syncwarp();
-      state.produced = u32((const u8*)at - smem);
-      const ProgramPhase p(at);
+      state.produced = at;
+      const ProgramPhase p(pages.words(at));
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
       producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
@@ -142,7 +143,7 @@ struct LaunchBlock {
       stamp(phase, kProduces, lane_id() == 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
-      at = p.next();
+      at = pages.behind(p, at);
     }
   }
 
@@ -152,15 +153,15 @@ struct LaunchBlock {
     Janitor janitor{a.counts, before, before, before};
     struct Place {   // what it comes to is here: consumers have read it, or it has just been brought
       const typename S::Pages& pages;
-      const u32* at;
+      u32 at = S::Pages::kFirst;
       int phase = 0;
       K3_DEVICE void turn() {
         if (pages.turns(at) && pages.has_next(at)) at = pages.next(at);
       }
-      K3_DEVICE ProgramPhase here() const { return ProgramPhase(at); }
+      K3_DEVICE ProgramPhase here() const { return ProgramPhase(pages.words(at)); }
       K3_DEVICE bool clears() const { return here().clear(0) != kNoSlot; }
-      K3_DEVICE void go_on() { at = here().next(), ++phase, turn(); }
-    } heard{pages, pages.first()}, cleared{pages, pages.first()}, cleaned{pages, pages.first()};
+      K3_DEVICE void go_on() { at = pages.behind(here(), at), ++phase, turn(); }
+    } heard{pages}, cleared{pages}, cleaned{pages};
     Spin spin;
     u32 page = 3;   // the next one to bring
     while (cleaned.phase < a.phases) {
@@ -194,11 +195,11 @@ struct LaunchBlock {
     if (lane_id() == 0) ended_up(&a.counts->ended);
   }
 
-  // Whether nobody reads a page any more, of those who come to it before place `last` of the janitor.
-  K3_DEVICE bool is_left(int place, const u32* last) const {
-    if (pages.place(last) == place) return false;
+  // Whether nobody reads a page any more: neither the janitor, whose last place is `last`, nor consumers or the producer.
+  K3_DEVICE bool is_left(int page, u32 last) const {
+    if (pages.page(last) == page) return false;
     const u32 at = lane_id() < kConsumers ? ((volatile ConsumerCounts*)(smem + S::kCountsAt))[lane_id()].began : state.produced;
-    return !__any_sync(kFullWarp, pages.place((const u32*)(smem + at)) == place);
+    return !__any_sync(kFullWarp, pages.page(at) == page);
   }
 
   // A test's delays: up to 4 microseconds for a block or for single warps of it, other ones at every turn of the clock.
@@ -270,17 +271,11 @@ struct LaunchBlock {
   // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
   template <int kLanes = 8>
   K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0) const {
-    publish<kLanes>(p, phase, row, column, v, lane, field, row);
-  }
-  // The same as row `place` of the slot; negative: of none.
-  template <int kLanes>
-  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field, int place_of_row) const {
     const LaunchLink& to = link(p);
     const LaunchField& f = to.out[field];
     if (column >= f.width) return;
     if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
-    if (place_of_row < 0) return;
-    uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + place_of_row * to.row + f.at;
+    uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;
 #pragma unroll 1
     for (int copy = lane; copy < f.copies; copy += kLanes) {
       const int place = copy * f.width + column;
@@ -304,15 +299,16 @@ struct LaunchBlock {
 // Kinds of phases must not keep registers of one another's: each begins with a block that the compiler knows nothing of.
 template <class S>
 K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
-  if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {u32(S::kProgramAt + 4), u32(S::kProgramAt)};
+  if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::Pages::kFirst, S::Pages::kFirst};
   __syncwarp();
 #pragma unroll 1
   for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
     block.counts = block.kept();
-    const u32* words = block.pages.turned((const u32*)(block.smem + block.counts.at), block.a.watch, phase);
+    const u32 at = block.pages.turned(block.counts.at, block.a.watch, phase);
+    const u32* words = block.pages.words(at);
     __syncwarp();
-    if (block.me.lane == 0) block.kept().began = u32((const u8*)words - block.smem), block.kept().at = u32((const u8*)ProgramPhase(words).next() - block.smem);
+    if (block.me.lane == 0) block.kept().began = at, block.kept().at = block.pages.behind(ProgramPhase(words), at);
     block.consume(words, phase);
     __syncwarp();
     if (block.me.lane == 0) {

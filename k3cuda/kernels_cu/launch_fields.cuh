@@ -3,7 +3,7 @@
 #include "launch_exchange.cuh"
 
 constexpr u32 kNoSlot = 15;
-constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2;
+constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2, kHeadWords = 3;   // words of a phase before its units
 
 // In 16-byte vectors. A field begins at vector `at` of a row of its slot; of the `width` vectors that are made `copies` are written behind one
 // another, as far as `limit` reaches. own: where it begins in a row of the record.
@@ -22,11 +22,10 @@ struct LaunchLink {
 struct ProgramPhase {
   int kind, units;
   const u32* tiles;
-  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), units(at[0] >> 16), tiles(at + 3) {}
-  K3_DEVICE const u32* words() const { return tiles - 3; }
-  K3_DEVICE u32 again(int i) const { return ((volatile const u32*)tiles)[i - 3]; }   // a word that is not kept meanwhile
+  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), units(at[0] >> 16), tiles(at + kHeadWords) {}
+  K3_DEVICE const u32* words() const { return tiles - kHeadWords; }
+  K3_DEVICE u32 again(int i) const { return ((volatile const u32*)tiles)[i - kHeadWords]; }   // a word that is not kept meanwhile
   K3_DEVICE int extra() const { return again(0) >> 8 & 255; }
-  K3_DEVICE const u32* next() const { return tiles + units; }
   K3_DEVICE u32 in(int i) const { return again(1) >> 4 * i & 15; }
   K3_DEVICE u32 out() const { return again(1) >> 4 * kMaxInputs & 15; }
   K3_DEVICE u32 clear(int i) const { return again(1) >> 4 * (kMaxInputs + 1 + i) & 15; }   // a slot

@@ -85,6 +85,14 @@ struct LaunchLogits {
   template <class Block>
   static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int row, int tile, int half, float v, bool live, int lane) {
     const uint4 vector = pack_floats(v, block.me.lane);
-    if (live) block.template publish<4>(p, phase, row, tile * 4 + half * 2 + lane / 4, vector, lane % 4, 0, block.state.place[row]);
+    const LaunchLink& to = block.link(p);
+    const int column = tile * 4 + half * 2 + lane / 4, width = to.out[0].width;
+    if (!live || column >= width) return;
+    if (block.a.record && lane % 4 == 0) block.a.record[size_t(phase) * block.a.record_vectors + row * to.record_row + column] = vector;
+    const int place = block.state.place[row];
+    if (place < 0) return;
+    uint4* logits = block.a.result + place * to.row + column;
+#pragma unroll 1
+    for (int copy = lane % 4; copy < to.out[0].copies; copy += 4) store_exchange(logits + copy * width, vector);
   }
 };

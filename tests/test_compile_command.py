@@ -188,3 +188,13 @@ def test_folder_that_cannot_be_filled(tmp_path):
     assert b"cannot be written: Not a directory" in k3("compile", "--output", tmp_path / "file" / "below", code=2).stderr
     assert b"found no name" in k3("compile", "--output", "", code=2).stderr
     assert b"--output" in k3("compile", code=2).stderr
+
+
+@pytest.mark.parametrize("ride", [True, False])
+def test_steps_in_one_launch_are_compiled_where_all_ranks_are_here(ride, capsys):
+    """For the rows that one launch takes; kernels of both kinds stand for the same step."""
+    plans = {"step": build_plan(config_of("kimi-k3"), 16)}
+    found = [c.keys for c in compile_module._cubins(plans, ["sm_90a", "sm_100a"], None, [1, 8, 16], ["bf16", "fp8_e4m3"], ride) if c.keys["part"] == "step in one launch"]
+    sms = {("sm_90a", 132), ("sm_100a", 148), ("sm_100a", 152)}
+    assert {(c["arch"], c["sms"], c["rows"], c["kv_cache_dtype"]) for c in found} == ({(*m, rows, kv) for m in sms for rows in (1, 8) for kv in ("bf16", "fp8_e4m3")} if ride else set())
+    assert len(found) == 12 * ride and not capsys.readouterr().err

@@ -42,6 +42,7 @@ K3_DEVICE void finish_choice(Block& block) {
 //   kVectors  of a row that it reads
 template <int kVectors>
 struct LaunchForced {
+  static constexpr LaunchCounting kCounting = kCountsNothing;
   static constexpr int x_vectors(int, int) { return 0; }
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block&, Producer& producer, const ProgramPhase&, const u8*, int) { ++producer.choices; }
@@ -62,6 +63,7 @@ struct LaunchForced {
 template <int kExperts, int kTopK>
 struct LaunchRoute {
   static constexpr int team_warps(int tokens) { return min_of(4, kConsumers / tokens); }
+  static constexpr LaunchCounting kCounting = kCountsNothing;
   template <int kTokens> using Row = RouteShape<kExperts, kTopK, team_warps(kTokens) * kWarpSize, true>;
   template <int kTokens> using List = ListShape<kExperts, kTopK, kTokens, Consumers::kThreads, kEntryTokens>;
   template <int kTokens> struct Room {

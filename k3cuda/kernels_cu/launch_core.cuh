@@ -30,6 +30,10 @@ struct LaunchKinds<P, More...> {
 // that its groups finished with other blocks.
 struct ConsumerCounts { u32 at, began, copies, turns, expert_turns; };
 
+// What a kind of phase counts on: its kCounting, copies alone where it has none.
+template <class K> constexpr LaunchCounting counting_of(decltype(K::kCounting)*) { return K::kCounting; }
+template <class K> constexpr LaunchCounting counting_of(...) { return kCountsCopies; }
+
 constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks for at once; launch_source.py defines it
 
 // Of a phase in a block: it begins, its input is here, its units are done, its slot was clean; what it cleared is clean everywhere; the producer came to it
@@ -136,6 +140,7 @@ struct LaunchBlock {
       __syncwarp();
       state.produced = at;
       const ProgramPhase p(pages.words(at));
+      at = pages.behind(p, at);
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
       producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
@@ -143,7 +148,6 @@ struct LaunchBlock {
       stamp(phase, kProduces, lane_id() == 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
-      at = pages.behind(p, at);
     }
   }
 
@@ -283,6 +287,30 @@ struct LaunchBlock {
     }
   }
 
+  // What a kind of phase counts on from the one before it; others keep no registers for it.
+  K3_DEVICE ConsumerCounts& kept_anew(const Me& again) const { return ((ConsumerCounts*)(smem + unknown_zero() + S::kCountsAt))[again.warp]; }   // else its address is kept
+  template <class K>
+  K3_DEVICE void begin_counting() {
+    constexpr LaunchCounting kHow = counting_of<K>(nullptr);
+    if constexpr (kHow == kCountsNothing) return;
+    const ConsumerCounts& from = kept_anew(Me());
+    counts.copies = from.copies;
+    if constexpr (kHow == kCountsTurns) counts.turns = from.turns;
+    if constexpr (kHow == kCountsExpertTurns) counts.expert_turns = from.expert_turns;
+  }
+  template <class K>
+  K3_DEVICE void end_counting() {
+    constexpr LaunchCounting kHow = counting_of<K>(nullptr);
+    if constexpr (kHow == kCountsNothing) return;
+    __syncwarp();
+    const Me again;
+    if (again.lane) return;
+    ConsumerCounts& to = kept_anew(again);
+    to.copies = counts.copies;
+    if constexpr (kHow == kCountsTurns) to.turns = counts.turns;
+    if constexpr (kHow == kCountsExpertTurns) to.expert_turns = counts.expert_turns;
+  }
+
   K3_DEVICE void consume(const u32* at, int phase) {
     const ProgramPhase p(at);
     stress(phase);
@@ -290,7 +318,11 @@ struct LaunchBlock {
       stamp(phase, kBegins);
       for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
       stamp(phase, kSlotClean);
-      S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
+      S::Kinds::visit(p.kind, [&](auto kind) {
+        begin_counting<decltype(kind)>();
+        decltype(kind)::consume(*this, p, phase);
+        end_counting<decltype(kind)>();
+      });
       stamp(phase, kUnitsDone, me.lane == 0);
     } else if (me.thread() == 0) state.received = phase + 1;
   }
@@ -304,21 +336,11 @@ K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
 #pragma unroll 1
   for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
-    block.counts = block.kept();
-    const u32 at = block.pages.turned(block.counts.at, block.a.watch, phase);
+    const u32 at = block.pages.turned(block.kept().at, block.a.watch, phase);
     const u32* words = block.pages.words(at);
     __syncwarp();
     if (block.me.lane == 0) block.kept().began = at, block.kept().at = block.pages.behind(ProgramPhase(words), at);
     block.consume(words, phase);
-    __syncwarp();
-    if (block.me.lane == 0) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
-      ConsumerCounts& kept = ((ConsumerCounts*)(smem + unknown_zero() + S::kCountsAt))[warp_id()];   // found anew, or it spills; on Blackwell this spills
-#else
-      ConsumerCounts& kept = block.kept();
-#endif
-      kept.copies = block.counts.copies, kept.turns = block.counts.turns, kept.expert_turns = block.counts.expert_turns;
-    }
     __syncwarp();
   }
 }

@@ -16,6 +16,7 @@ struct LaunchExpertUp {
   static constexpr int kTileCopies = kBlockLeaves / kCopyLeaves, kUnitCopies = 2 * kTileCopies;
   static constexpr int kWarpLeaves = min_of(4, kCopyLeaves), kTileWarps = kBlockLeaves / kWarpLeaves, kUnitWarps = 2 * kTileWarps;
   static constexpr int kUnits = kConsumers / kUnitWarps;          // at a time
+  static constexpr LaunchCounting kCounting = kCountsExpertTurns;
   static constexpr int kOwnVectors = kBlockLeaves * kGroups * 4;  // of a row
   static constexpr int x_vectors(int tokens, int) { return tokens * kOwnVectors; }
   static_assert(kUnits > 0 && kUnits * kUnitWarps == kConsumers && kBlockLeaves * kParts == kLeaves, "warps take equal runs of leaves");

@@ -33,6 +33,9 @@ struct ProgramPhase {
   K3_DEVICE u32 needs() const { return again(2) & 0xffff; }
 };
 
+// Of the counts that go on from phase to phase (ConsumerCounts) what a kind of phase has to do with.
+enum LaunchCounting { kCountsNothing, kCountsCopies, kCountsTurns, kCountsExpertTurns };
+
 // All consumers, as a team (WholeBlock in prims.cuh).
 struct Consumers {
   static constexpr int kThreads = kConsumers * kWarpSize;

@@ -8,6 +8,7 @@
 #include "mla_attend.cuh"
 
 struct LaunchInMemory {   // weights don't come through the ring
+  static constexpr LaunchCounting kCounting = kCountsNothing;
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}
 };

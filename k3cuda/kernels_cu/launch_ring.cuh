@@ -16,6 +16,22 @@ constexpr int kProducer = kConsumers, kJanitor = kConsumers + 1, kLaunchThreads 
 // spill: kWaitClean, and kWaitVector of LaunchAdd.
 enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums, kWaitProgram };
 
+// Which thread of the block this is, unknown to the compiler: what follows from it for one kind of phase is not kept
+// through all others.
+struct Me {
+  int warp, lane;
+  K3_DEVICE Me() {
+#ifdef K3_HOST_SHIM
+    const u32 thread = threadIdx.x;
+#else
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#endif
+    warp = thread / kWarpSize, lane = thread % kWarpSize;
+  }
+  K3_DEVICE int thread() const { return warp * kWarpSize + lane; }
+};
+
 // Where a wait that takes too long is written: {LaunchWait, block, warp, phase, detail}, the first one only. `trouble` is the host's memory,
 // which outlives the trap; `failed` is the device's, zero until then.
 struct Watch {
@@ -24,7 +40,7 @@ struct Watch {
   K3_DEVICE void fail(int what, int phase, u32 detail) const {
     if (atomicCAS(failed, 0u, u32(what)) == 0u) {
       volatile u32* t = trouble;
-      t[0] = what, t[1] = blockIdx.x, t[2] = warp_id(), t[3] = phase, t[4] = detail;
+      t[0] = what, t[1] = blockIdx.x, t[2] = Me().warp, t[3] = phase, t[4] = detail;
 #ifndef K3_HOST_SHIM
       __threadfence_system();
 #endif
@@ -109,21 +125,7 @@ K3_DEVICE void warps_sync(int id, int threads) {
 }
 #endif
 
-// Which thread of the block this is, and which block of its cluster, unknown to the compiler: what follows from it for one kind of phase is not kept
-// through all others.
-struct Me {
-  int warp, lane;
-  K3_DEVICE Me() {
-#ifdef K3_HOST_SHIM
-    const u32 thread = threadIdx.x;
-#else
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-#endif
-    warp = thread / kWarpSize, lane = thread % kWarpSize;
-  }
-  K3_DEVICE int thread() const { return warp * kWarpSize + lane; }
-};
+// Which block of its cluster this is, unknown to the compiler as in Me.
 K3_DEVICE int my_cluster_rank() {
 #ifdef K3_HOST_SHIM
   return cluster_rank();

@@ -15,6 +15,7 @@ template <int kN, int kSlices>
 struct LaunchRowSlices {
   static constexpr int kOwn = kN / kSlices, kThreads = Consumers::kThreads, kPer = (kOwn + kThreads - 1) / kThreads;
   static_assert(kOwn % 4 == 0 && kOwn * kSlices == kN, "slices are whole vectors");
+  static constexpr LaunchCounting kCounting = kCountsNothing;
   static constexpr int x_vectors(int, int) { return 0; }
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}

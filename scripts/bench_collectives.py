@@ -5,7 +5,7 @@
 
 By NCCL, with the kernels that pack and spread around it, and by the exchange inside a kernel, where the GPUs can map each other's memory. A graph
 holds one collective between two notes of the device's clock; `empty` is a graph of the notes alone. The second form has the ranks share the GPUs that
-there are, NCCL by sockets: it tests that bytes arrive, its times mean nothing. Prints one JSON document, or writes it to --output.
+there are, NCCL by sockets: it tests that bytes arrive, its times mean nothing. Says each time on stderr; prints one JSON document, or writes it to --output.
 """
 import argparse
 import ctypes
@@ -54,6 +54,8 @@ def measure(comm, device, stream, replays: int, fabric: bool) -> dict:
             for _ in range(2):   # the second time in memory that the first has left
                 check(comm, name, rows, launches, *buffers, stream)
             found.append({"collective": name, "rows": rows, "bytes": part_bytes(layout), "by": carrier.name} | clock.times(launches))
+            if comm.rank == 0:
+                print("{collective:8}{rows:3} rows {bytes:9,} bytes by {by}: {us:7.2f} us, 99th percentile {us_p99:7.2f}".format(**found[-1]), file=sys.stderr, flush=True)
             carrier.check()
     empty = clock.times([])
     for carrier in carriers:
@@ -90,7 +92,7 @@ def check(comm, name, rows, launches, source, target, stream) -> None:
 
 
 class Clock:
-    """Times `replays` launches of a graph by the device's own clock."""
+    """Notes when each of `replays` launches of a graph begins and ends, by the device's own clock."""
 
     def __init__(self, device, stream, replays: int):
         import cupy
@@ -104,8 +106,8 @@ class Clock:
         arguments = [ctypes.c_void_p(self.stamps.data.ptr), ctypes.c_void_p(self.count.data.ptr)]
         self.stamp = Launch(self.module.function("stamp"), 1, 1, arguments, stream=stream.ptr)
 
-    def times(self, launches) -> dict:
-        """Microseconds between the notes around `launches`."""
+    def notes(self, launches):
+        """int64 [replays, 2]: nanoseconds of the notes around `launches`, by the device's clock."""
         self.count[...] = 0
         self.stream.synchronize()
         self.stream.begin_capture()
@@ -116,8 +118,12 @@ class Clock:
         for _ in range(skipped + self.replays):
             graph.launch(self.stream)
         self.stream.synchronize()
-        stamps = self.stamps.get().reshape(-1, 2)[skipped:skipped + self.replays].astype("int64")
-        us = sorted((stamps[:, 1] - stamps[:, 0]).tolist())
+        return self.stamps.get().reshape(-1, 2)[skipped:skipped + self.replays].astype("int64")
+
+    def times(self, launches) -> dict:
+        """Microseconds between the notes."""
+        notes = self.notes(launches)
+        us = sorted((notes[:, 1] - notes[:, 0]).tolist())
         return {"us": us[len(us) // 2] / 1e3, "us_p99": us[min(len(us) - 1, len(us) * 99 // 100)] / 1e3, "us_min": us[0] / 1e3}
 
 

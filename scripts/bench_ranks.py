@@ -6,27 +6,31 @@ A rank's part of the first layers of the released model, cut over as many ranks 
 Each way has the same tokens, caches and states to begin with; the first step's logits of NCCL and the exchange must have the same bytes on every
 rank. `looped_back` is the rank alone, every collective a kernel that writes to itself: what the others take longer is lost to communication. The floor is the
 time of the bytes that a rank must read at the read ceiling of the same run; of experts it counts those of the last layer for every layer. One rank has
-nothing to exchange: `--ranks 1 --layers 4` and more ranks with as many layers show how a step of one size scales.
+nothing to exchange: `--ranks 1 --layers 4` and more ranks with as many layers show how a step of one size scales. `--trace` writes two layers of a step of
+one row, with exchanges, of all ranks on one axis of time: a Chrome trace beside `--output`, FILE-trace.json beside FILE.json.
 """
 import argparse
 import statistics
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import rank_script
+import rank_trace
 from first_layers import first_layers
 
 from k3cuda.errors import BenchmarkError
-from k3cuda.runtime.machine import COLLECTIVES
+from k3cuda.runtime.machine import COLLECTIVES, PEER
 
 LOOPED_BACK, CONTEXT, REPEATS, WARM = "looped_back", 256, 10, 2   # tokens a slot has room for; times, and those before them
 POOL_BYTES = 2 << 30
 STEPS = 20   # a time, since ranks begin it up to some tenths of a millisecond apart
 
 
-def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
+def measure(comm, device, stream, layers: int, rows: list[int], trace: Path | None) -> dict:
+    from k3cuda.emit import Probes
     from k3cuda.plan import build_plan
     from k3cuda.runtime.cuda_backend import CudaBackend
     from k3cuda.runtime.cuda_kernels import bucket_of, compile_bucket, side_by_side
@@ -38,7 +42,8 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
     plan, tp = build_plan(source.cfg, comm.size), comm.size
     buckets = [bucket_of(n) for n in rows]
     if comm.rank == 0:   # the others find them
-        side_by_side([partial(compile_bucket, plan, b, "bf16", device.arch, sms=device.sms, ride=False) for b in buckets])
+        wanted = [(b, {}) for b in buckets] + [(1, {"probes": Probes(trace=True)})] * bool(trace)
+        side_by_side([partial(compile_bucket, plan, b, "bf16", device.arch, sms=device.sms, ride=False, **probes) for b, probes in wanted])
     meet(comm, stream)
     held = synthetic_weights(plan, source, tp, comm.rank, arch=device.arch)
     options = dict(max_batch=max(rows), max_model_len=CONTEXT, weights=lambda *_: held)
@@ -59,9 +64,15 @@ def measure(comm, device, stream, layers: int, rows: list[int]) -> dict:
             raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits by NCCL and by the exchange differ")
         if not all(np.isfinite(logits[how]).all() for how in ways if how != LOOPED_BACK):
             raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits are not finite")
-    for backend in reversed(ways.values()):
+    clocks = {}
+    if trace:
+        traced = ways["traced"] = CudaRank(source, comm, device.index, collectives=PEER, probes=Probes(trace=True), **options)
+        check_ways({PEER: traced})
+        first_step(traced, 1, 1)
+        clocks = rank_trace.trace(comm, device, stream, traced, 1, trace)
+    for backend in ways.values():   # NCCL's first: its graphs must be gone before the communicator, which goes with any of them
         backend.close()
-    return {"layers": layers, "ceiling_tb_s": round(ceiling / 1e12, 3), "hops": sum(bool(op.stage.moves) for op in plan.ops), "steps": found}
+    return {"layers": layers, "ceiling_tb_s": round(ceiling / 1e12, 3), "hops": sum(bool(op.stage.moves) for op in plan.ops), "steps": found} | clocks
 
 
 def check_ways(ways: dict) -> None:
@@ -127,5 +138,9 @@ if __name__ == "__main__":
     parser = rank_script.flags(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8], metavar="LIST")
+    parser.add_argument("--trace", action="store_true", help="also a Chrome trace of a step of all ranks, beside --output")
     given = parser.parse_args()
-    sys.exit(rank_script.main(given, lambda *place: measure(*place, given.layers, given.rows)))
+    if given.trace and (given.ranks == 1 or not given.output):
+        parser.error(f"--trace: found --ranks {given.ranks} and --output {given.output}, wanted two or more and a file")
+    path = given.output.with_name(f"{given.output.stem}-trace.json") if given.trace else None
+    sys.exit(rank_script.main(given, lambda *place: measure(*place, given.layers, given.rows, path)))

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # Ranks of several GPUs run without NVLink's multicast (NVLS): collectives here are unicast, and a program that uses it can stop all GPUs of a host that
 # others share.
-names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
+names="tests, sanitize, step, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, scaling, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -51,8 +51,14 @@ case $name in
       elif [ "$n" -le 4 ]; then python3 scripts/bench_collectives.py --ranks "$n" --share-gpu; fi
     done
     exec python3 -m pytest -m gpu tests/gpu/test_peer_exchange_gpu.py tests/gpu/test_ranks_nccl.py tests/gpu/test_rank_failures_gpu.py "$@" ;;
-  # Steps of the first layers of the release as real ranks, one a GPU: --ranks N.
+  # Steps of the first layers of the release as real ranks, one a GPU: --ranks N; --trace for one axis of time.
   rank_steps) NCCL_NVLS_ENABLE=0 exec python3 scripts/bench_ranks.py --output "$out/rank_steps.json" "$@" ;;
+  # How a step of one size scales: six layers, which fit one GPU, over 1, 2, 4 and 8 of the GPUs that are here.
+  scaling)
+    gpus=$(python3 -c 'from k3cuda.runtime.machine import probe_driver; print(len(probe_driver().gpus))')
+    for n in 1 2 4 8; do
+      if [ "$n" -le "$gpus" ]; then NCCL_NVLS_ENABLE=0 python3 scripts/bench_ranks.py --ranks "$n" --layers 6 --output "$out/rank_steps-$n.json" "$@"; fi
+    done ;;
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
   # All that `train` does in a minute and a half, with two steps of the target: what is broken is known before the minutes are spent.
   rehearse) rm -rf build/rehearsal; exec python3 scripts/train_demo.py build/rehearsal --steps 2 --minutes 1.5 "$@" ;;

@@ -25,10 +25,10 @@ MOST_S = 86_400
 
 
 class Jobs:
-    """Jobs that end before `end` (time.monotonic()), or are killed then, children and all. A file in `out` has what each of them says."""
+    """Jobs that end before `end` (time.monotonic()) and within `each` seconds, or are killed then, children and all. A file in `out` has what each of them says."""
 
-    def __init__(self, out: Path, end: float):
-        self.out, self.end, self.results, self.running = out, end, {}, set()
+    def __init__(self, out: Path, end: float, each: float):
+        self.out, self.end, self.each, self.results, self.running = out, end, each, {}, set()
         self.lock = threading.Lock()
 
     def run(self, name: str, command: str, gpu: str) -> None:
@@ -36,7 +36,7 @@ class Jobs:
         code = CUT_OFF
         if process:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(max(0.0, self.end - start))
+                code = process.wait(max(0.0, min(self.end - start, self.each)))
             _kill(process)   # or what it left running, which would share the next one's GPU
             with self.lock:
                 self.running.discard(process)
@@ -80,20 +80,21 @@ def main(arguments=None) -> int:
     parser.add_argument("--check", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"), help="a job that may share its GPU; its name is also its file's")
     parser.add_argument("--time", nargs=2, action="append", default=[], metavar=("NAME", "COMMAND"), help="a job that may not")
     parser.add_argument("--within", type=float, default=570, metavar="SECONDS", help="for all of them; what runs then is killed  [default: %(default)s]")
+    parser.add_argument("--each", type=float, default=MOST_S, metavar="SECONDS", help="for one of them, likewise  [default: as long as all of them have]")
     parser.add_argument("--at-once", type=int, default=4, metavar="N", help="checks that run at a time on a GPU  [default: %(default)s]")
     args = parser.parse_args(arguments)
     names = [name for name, _ in args.check + args.time]
     if len(set(names)) < len(names) or not names or any(not re.fullmatch(r"[\w.-]{1,100}", name) for name in names):
         parser.error(f"found the names {', '.join(map(repr, names)) or 'of no job'}; wanted one or more, each its own, of letters, digits and . - _")
-    if args.at_once < 1 or not 0 < args.within <= MOST_S:
-        parser.error(f"found --at-once {args.at_once} and --within {args.within:g}; wanted 1 or more, and more than 0 seconds, up to {MOST_S}")
+    if args.at_once < 1 or not all(0 < seconds <= MOST_S for seconds in (args.within, args.each)):
+        parser.error(f"found --at-once {args.at_once}, --within {args.within:g} and --each {args.each:g}; wanted 1 or more, and more than 0 seconds, up to {MOST_S}")
     out = Path(os.environ.get("OUT", ".")).resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         parser.error(f"OUT: found {out} ({e.strerror}), wanted a folder, or a place for one")
     first, *others = gpus()
-    jobs = Jobs(out, time.monotonic() + args.within)
+    jobs = Jobs(out, time.monotonic() + args.within, args.each)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, jobs.stop)
 

@@ -17,7 +17,7 @@ import performance_ranks as ranks  # noqa: E402
 
 FOLDER, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/performance.md"
 FILES = ("step", "experts", "hops", "torch", "prefill", "idle", "load", "decode", "decode_plain")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
-RANK_FILES = ("collectives-2", "rank_steps")   # on two, by `scripts/gpu.sh ranks` and `rank_steps`
+RANK_FILES = ("collectives-2", "rank_steps", "rank_steps-1", "rank_steps-2")   # on two, by `scripts/gpu.sh ranks`, `rank_steps` and `scaling`
 STAGE_ROWS, STAGE_CONTEXT = (1, 8, 64), 8192
 LONG = 131072
 CAUSES = "causes.json"
@@ -117,6 +117,7 @@ def page(folder: Path = FOLDER) -> str:
                                       ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading), ("decode", decoding), ("decode_plain", decoding),
                                       ("decode", drafts), ("collectives-2", partial(ranks.collectives, table=table, source=source)),
                                       ("rank_steps", partial(ranks.rank_steps, table=table, source=source))) if name in data and (made := make(data[name]))]
+    parts += [ranks.scaling([data[name] for name in RANK_FILES[2:]], table, source)] if all(name in data for name in RANK_FILES[2:]) else []
     missing = [f"`{name}`" for name in FILES + RANK_FILES if name not in data]
     parts += [f"Not measured yet: {', '.join(missing)}."] if missing else []
     return "\n\n".join(parts) + "\n"

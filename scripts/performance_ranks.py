@@ -37,3 +37,16 @@ def rank_steps(found: dict, table: Callable, source: Callable) -> str:
             f"collectives a step; step and commit of rank 0 ({settings(found)}).\nLogits by NCCL and by the exchange have the same bytes on every rank. Looped back, "
             f"a rank is alone and every collective a kernel that writes to itself;\nwith NCCL kernels do not begin under one another.\n\n{table(head, rows)}"
             + source("rank_steps", found))
+
+
+def scaling(files: list[dict], table: Callable, source: Callable) -> str:
+    """Of steps of one size by number of ranks, one rank first."""
+    alone, rows = {s["rows"]: s["ms"] for s in files[0]["steps"]}, []
+    for found in files:
+        for s in found["steps"]:
+            if s["how"] in ("nccl", "peer") or found["ranks"] == 1:
+                how = {"nccl": "NCCL", "peer": "inside a kernel"}.get(s["how"], "")
+                rows.append([s["rows"], found["ranks"], how, f"{s['floor_ms']:.3f}", f"{s['ms']:.3f}", f"{s['ms'] / s['floor_ms']:.2f}", f"{alone[s['rows']] / s['ms']:.2f}"])
+    head = ["rows", "ranks", "collectives by", "floor, ms", "step, ms", "ratio", "times as fast as one rank"]
+    return (f"## The same layers on more GPUs\n\nThe first {files[0]['layers']} layers of the release, on one GPU and cut over several; made and timed as above.\n\n"
+            f"{table(head, sorted(rows, key=lambda row: row[0]))}" + "".join(source(f"rank_steps-{found['ranks']}", found) for found in files))

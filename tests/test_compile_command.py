@@ -138,7 +138,6 @@ def test_with_ranks_and_a_cache_over_them(tmp_path, monkeypatch, ranks):
 @pytest.mark.parametrize("args, code, words", [
     (["--rows", "8,65"], 2, "--rows: found 65, wanted at most 64 where ranks are processes"),
     (["--dcp", "3"], 2, "dcp: found 3, wanted 1, 2, 4, 8 or 16 with a tp of 16"),
-    (["--dcp", "2", "--draft-model", "kimi-k3-dspark"], 2, "--dcp: found 2 with a draft model"),
     (["-k", "3"], 2, "num_drafts: found 3, but there is no draft model"),
     (["--draft-model", "kimi-k3-dspark", "-k", "9"], 2, "num_drafts: found 9, wanted 1 to 7"),
     (["--draft-model", "tiny-random-draft"], 3, "--draft-model tiny-random-draft: vocab_size: the draft has"),

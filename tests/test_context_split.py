@@ -237,9 +237,3 @@ def test_ranks_that_differ_in_it():
     port, words = free_port(), [*COMMAND, "generate", "tiny-random", "--tp", "2", "-p", "hi", "--dcp"]
     results = ends(*(start([*words, r + 1], STARTED["torchrun"](r, 2), K3CUDA_JOB_TOKEN="t", MASTER_PORT=port) for r in range(2)))
     assert [code for code, _, _ in results] == [3, 3] and "ranks differ in dcp: rank 0 has 1, rank 1 has 2" in results[0][2]
-
-
-def test_kernels_of_drafts_want_a_whole_cache(monkeypatch):
-    monkeypatch.setattr("k3cuda.runtime.cuda_driver.require_gpu", lambda index: None)
-    with pytest.raises(UsageError, match="dcp: found 2 with a draft_model and decode_backend 'standard'"):
-        LLM("tiny-random", tp=2, dcp=2, decode_backend="standard", draft_model="tiny-random-draft")

@@ -122,38 +122,50 @@ def rows_of(*parts):
     return StepRows(*(np.array(x, np.int32) for x in (np.zeros(len(slots)), slots, positions, [])))
 
 
-@pytest.mark.parametrize("family, own", [("mla", True), ("gqa", False)], ids=["own embedding and head", "the target's"])
-def test_context_and_drafts(device, family, own):
+@pytest.mark.parametrize("family, own, dcp", [("mla", True, 1), ("gqa", False, 1), ("mla", False, 2), ("gqa", True, 2)],
+                         ids=["own embedding and head", "the target's", "mla beside a split cache", "gqa beside a split cache"])
+def test_context_and_drafts(device, family, own, dcp):
     stream, built = device
-    draft = context_and_drafts(family, own, stream, SimpleNamespace(arch="sm_90a", sms=5), lambda a: np.array(a).view(Array))
+    draft = context_and_drafts(family, own, stream, SimpleNamespace(arch="sm_90a", sms=5), lambda a: np.array(a).view(Array), dcp)
     assert stream.replays == 5 and len(draft._graphs) == 4   # of 70 rows two slices, the second of 6
     assert set(built) == {8, 16, 64}
     draft.close()
     assert not built
 
 
-def context_and_drafts(family, own, stream, device, array):
+def test_pages_of_a_split_target():
+    """Each stands for as many of the draft's own as ranks hold it together, copied and listed alike."""
+    calls, draft = [], cuda_draft.CudaDraft.__new__(cuda_draft.CudaDraft)
+    draft._dcp, draft.stream = 2, "a stream"
+    draft.memories, draft._page_tables = [SimpleNamespace(copy_slot=lambda *args: calls.append(args))], SimpleNamespace(set=lambda *args: calls.append(args))
+    draft.copy_slot(0, 1, [(3, 5)], (5, 7))
+    assert calls == [(0, 1, [(6, 10), (7, 11)], "a stream"), (1, [10, 11, 14, 15], "a stream")]
+
+
+def context_and_drafts(family, own, stream, device, array, dcp=1):
     """Against the reference: a prompt that is more than a slice of context rows, then rows of which some are rejected, then drafts of two sequences, twice.
 
-    `array` takes one of the host to the device.
+    `array` takes one of the host to the device. `dcp`: ranks that hold a page of the target's cache.
     """
     target = MadeCheckpoint(made_config(vocab_size=100, num_hidden_layers=5))
     source = MadeDraft(made_draft_json(target.cfg, family), target.cfg, 1, own_embedding=own, own_head=own)
     drafting, taps = Drafting(source, num_drafts=3, confidence_threshold=0.0 if own else None), np.zeros((ROWS, len(source.cfg.target_layer_ids), source.cfg.target_hidden_size), np.float32)
     shared = {name: widened(target.rank_slices(name, None, 1, 0)) for name in ("embed_tokens", "lm_head")}
-    reference = NumpyDraft(source, [taps], num_drafts=3, rows=drafting.block_rows, slots=SLOTS, pages=SLOTS * PAGES, slot_pages=PAGES, num=Numerics(), target_weights=[shared])
+    reference = NumpyDraft(source, [taps], num_drafts=3, rows=drafting.block_rows, slots=SLOTS, pages=SLOTS * PAGES, slot_pages=PAGES, num=Numerics(), target_weights=[shared],
+                           dcp=dcp)
     buffers = {"page_table": array(np.zeros((SLOTS, PAGES), np.int32)), "taps": array(np.zeros(taps.shape, np.uint16))}
     plan = build_plan(target.cfg)
     packed = Memory(plan, target)
     shared_ops = [op for op in plan.ops if op.stage.name in ("embed", "lm_head")]
     weights = {(None, op.stage.name): [array(a) for a in packed.weights_of(op)] for op in shared_ops}
     memory = SimpleNamespace(buffer=buffers.get, dims={"slots": SLOTS, "pages": SLOTS * PAGES, "slot_pages": PAGES})
-    draft = cuda_draft.CudaDraft(drafting, [0], 1, cuda_upload.upload_draft, [weights], device, stream, Loading())
+    draft = cuda_draft.CudaDraft(drafting, [0], 1, cuda_upload.upload_draft, [weights], device, stream, Loading(), dcp=dcp)
     draft.bind([memory])
     for slot in range(SLOTS):
         pages = [slot * PAGES + 1, slot * PAGES]
         reference.open_slot(slot, pages)
         buffers["page_table"][slot] = array(np.array(pages, np.int32))
+        draft.open_slot(slot, pages)
 
     def commit(rows, accepted, seed):
         values = random_taps(source.cfg, len(rows), seed).astype(ml_dtypes.bfloat16)

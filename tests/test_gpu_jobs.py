@@ -49,6 +49,11 @@ def test_what_fails_is_shown_and_what_takes_too_long_is_killed_with_its_children
     assert {line.split()[0]: line.split()[1] for line in lines[-3:]} == {"slow": "cut", "late": "cut", "bad": "3"}
 
 
+def test_one_that_takes_too_long_leaves_the_others_their_time(tmp_path):
+    code, lines, _ = jobs(tmp_path, "--within", 90, "--each", 2, "--at-once", 1, "--check", "slow", CHILD, "--check", "next", "true")
+    assert code == 1 and is_gone(tmp_path / "slow.txt") and {line.split()[0]: line.split()[1] for line in lines[-2:]} == {"slow": "cut", "next": "0"}
+
+
 def test_what_a_job_leaves_running_ends_with_it(tmp_path):
     code, _, _ = jobs(tmp_path, "--within", 90, "--time", "one", "sleep 300 & echo $!")
     assert code == 0 and is_gone(tmp_path / "one.txt")
@@ -80,9 +85,9 @@ def test_it_keeps_to_the_gpus_that_it_was_given(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--check", "a", "true", "--time", "a", "true"], ["--check", "a/b", "true"], ["--check", "", "true"],
-                                       ["--check", "a", "true", "--at-once", "0"], ["--check", "a", "true", "--within", "0"], ["--check", "a", "true", "--within", "nan"],
+                                       ["--check", "a", "true", "--at-once", "0"], ["--check", "a", "true", "--within", "0"], ["--check", "a", "true", "--within", "nan"], ["--check", "a", "true", "--each", "0"],
                                        ["--check", "a" * 300, "true"]],
-                         ids=["none", "twice", "a path", "empty", "nothing at once", "no time", "no number", "a long name"])
+                         ids=["none", "twice", "a path", "empty", "nothing at once", "no time", "no number", "no time each", "a long name"])
 def test_refusals(arguments, tmp_path):
     code, lines, errors = jobs(tmp_path / "out", *arguments)
     assert code == 2 and "found" in errors and "wanted" in errors and not lines and not (tmp_path / "out").exists()

@@ -45,11 +45,11 @@ def test_a_table_is_there_only_if_its_file_is(folder):
     page = made.page(path)
     assert "| 1 | 1 | 8K | 2.500 |" in page and "| 1 | 1 | 128K | 3.000 |" in page and "64 rows of 64 at 128K not run: no room" in page
     assert "| `mla_attend` | 24 | 10.0 | 50 |" in page and "| `route` | 24 | 10.0 |  |" in page and "| all of a step |  | 480 |" in page
-    assert "## Against torch" not in page and "Not measured yet: `experts`, `hops`, `torch`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`." in page
+    assert "## Against torch" not in page and "Not measured yet: `experts`, `hops`, `torch`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
     put("torch", layers=9, mb=79.0, comparison=[{"rows": 1, "torch_us": 44.6, "ours_us": 20.0, "ratio": 2.23, "torch_with_f_b_us": 47.0, "ours_with_kda_mix_us": 22.0,
                                                  "ratio_with_middle": 2.14, "floor_us": 17.3}])
     page = made.page(path)
-    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `experts`, `hops`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`." in page
+    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `experts`, `hops`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
 
 
 def test_the_worst_of_all_contexts_is_judged_and_a_miss_needs_its_cause(folder):
@@ -96,7 +96,7 @@ def test_every_file_has_a_command(name):
 @pytest.mark.parametrize("name", made.RANK_FILES)
 def test_every_file_of_several_gpus_has_a_command(name):
     script = (ROOT / "scripts/gpu.sh").read_text(encoding="utf-8")
-    assert f'--output "$out/{name.replace("-2", "-$n")}.json"' in script
+    assert f'--output "$out/{name.replace("-1", "-$n").replace("-2", "-$n")}.json"' in script
 
 
 def test_causes_and_targets_name_each_other():
@@ -113,5 +113,10 @@ def test_ranks_with_a_gpu_each(folder):
     page = made.page(path)
     assert "| gather | 1 | 14.3 | 12.50 (13.50) | 4.25 (5.25) |" in page and "10,000 replays" in page and page.count("(`NCCL_NVLS_ENABLE=0`)") == 2
     assert "| 1 | 1.100 | 1.400 | 1.900 (+10.0) | 1.500 (+2.0) |" in page
+    assert "## The same layers on more GPUs" not in page
+    for n, ways in ((1, {"looped_back": 2.5}), (2, {"looped_back": 1.1, "nccl": 2.0, "peer": 1.25})):
+        put(f"rank_steps-{n}", ranks=n, layers=6, hops=9, steps=[{"how": how, "ranks": how, "rows": 1, "ms": ms, "floor_ms": 2.0 / n} for how, ms in ways.items()], nccl_settings={})
+    page = made.page(path)
+    assert "| 1 | 1 |  | 2.000 | 2.500 | 1.25 | 1.00 |" in page and "| 1 | 2 | inside a kernel | 1.000 | 1.250 | 1.25 | 2.00 |" in page and "| 1.100 | 1.10 |" not in page
     put("collectives-2", ranks=2, nccl="2.28.9", replays=10_000, no_peers="rank 1 cannot map", empty={"us": 1.0}, collectives=times[:1], nccl_settings={})
     assert "No exchange: rank 1 cannot map." in made.page(path) and "| 12.50 (13.50) |  |" in made.page(path)

@@ -21,7 +21,7 @@ from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.open_model import _choose_backend
 from k3cuda.runtime.rank_backend import CHECK_EVERY, RankedBackend, follow
 from k3cuda.runtime.rank_calls import DECODE, ENCODE
-from k3cuda.runtime.rank_job import Job
+from k3cuda.runtime.rank_job import Job, open_job
 from k3cuda.runtime.rendezvous import Joined
 from k3cuda.runtime.sampling import Draw, Drawn
 from k3cuda.runtime.write_checkpoint import write_checkpoint
@@ -124,6 +124,19 @@ def test_a_rank_opens_no_gpu_but_its_own(monkeypatch):
     gpu.problem = "no NVIDIA driver"
     _choose_backend("standard", "f32", Job(None, 8, {}, {}, 1))
     assert opened == [2, 0, 0]
+
+
+@pytest.mark.parametrize(("count", "options", "are_processes"), [
+    (4, {}, True), (8, {}, True), (3, {}, False), (4, {"ranks": "virtual"}, False), (4, {"tp": 1}, False), (4, {"decode_backend": "reference"}, False),
+    (4, {"model": MadeCheckpoint(made_config())}, False), (4, {"tp": "4"}, False),
+], ids=["enough", "more", "too few", "virtual", "one rank", "on the CPU", "an open model", "no number"])
+def test_ranks_have_a_gpu_each_where_there_are_enough(count, options, are_processes, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    gpus(monkeypatch, count)
+    asked = {"ranks": "auto", "model": "tiny-random", "tp": 4, "decode_backend": "standard"} | options
+    job = open_job(asked.pop("ranks"), None, asked.pop("model"), None, asked, 60)
+    assert (job is not None) == are_processes
 
 
 def test_a_launcher_that_started_another_number(monkeypatch):

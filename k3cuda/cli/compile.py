@@ -71,11 +71,9 @@ def compile(model, output, arch, tp, dcp, ranks, rows, kv_cache_dtype, sms, allo
 
     _check_names("--arch", arch, ARCHS, REFUSED)
     _check_names("--kv-cache-dtype", kv_cache_dtype, list(KV_BYTES))
-    if dcp > 1 and draft_model is not None:
-        raise UsageError(f"--dcp: found {dcp} with a draft model, whose kernels need a cache that is whole in this version", "use a dcp of 1, or leave the draft out")
     cfg, are_virtual = config_of(model), tp == 1 or ranks == VIRTUAL
     buckets = _buckets(rows, max(ROW_BUCKETS) if are_virtual else DECODE_ROWS)
-    plans = {STEP: build_plan(cfg, tp, dcp=dcp)} | _draft_plans(cfg, tp, draft_model, num_speculative_tokens, draft_rows)
+    plans = {STEP: build_plan(cfg, tp, dcp=dcp)} | _draft_plans(cfg, tp, dcp, draft_model, num_speculative_tokens, draft_rows)
     _make_folder(output)
     nvrtc = nvrtc_version()
     cubins = _cubins(plans, arch, sms, buckets, kv_cache_dtype, ride=are_virtual)
@@ -111,7 +109,7 @@ class _Cubin(NamedTuple):
         return f"{arch}, {part}" + ("" if rows is None else f", {sms} multiprocessors, {rows} rows, {kv}")
 
 
-def _draft_plans(cfg, tp: int, draft_model: str | None, num_drafts: int | None, draft_rows: str | None) -> dict:
+def _draft_plans(cfg, tp: int, dcp: int, draft_model: str | None, num_drafts: int | None, draft_rows: str | None) -> dict:
     """Part -> plan of what a draft model adds: a step of the model that leaves it taps, and its own."""
     from ..draft_plan import build_draft_plan
     from ..emit import no_kernels
@@ -125,7 +123,7 @@ def _draft_plans(cfg, tp: int, draft_model: str | None, num_drafts: int | None, 
     if why := no_kernels(draft):
         raise ConfigError(f"--draft-model {draft_model}: {why}", "it runs with --decode-backend reference alone")
     drafting = Drafting(SimpleNamespace(cfg=draft), **given)
-    return {"step with taps": build_plan(cfg, tp, drafting.taps), DRAFT: build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
+    return {"step with taps": build_plan(cfg, tp, drafting.taps, dcp), DRAFT: build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
 
 
 def _buckets(rows: list[int] | None, most: int) -> list[int]:

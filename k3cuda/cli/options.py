@@ -93,7 +93,7 @@ ENGINE = (
     flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=TP_ALIASES, help="Ranks to cut the model over.  [default: 1; a repacked model's own]"),
     flag("--dcp", type=click.IntRange(min=1), default=1, metavar="N", aliases=DCP_ALIASES,
          help="Ranks that hold the MLA cache together, a divisor of --tp.  [default: 1, each holds all of it]"),
-    flag("--ranks", default="auto", metavar="HOW", help="virtual, in one process, or processes.  [default: auto, what the launcher started]"),
+    flag("--ranks", default="auto", metavar="HOW", help="virtual, in one process, or processes.  [default: auto, processes where a launcher or the GPUs say so]"),
     flag("--collectives", default="nccl", metavar="HOW", help="Between ranks that have a GPU each: nccl, or peer, inside a kernel.  [default: nccl]"),
     flag("--rendezvous-timeout", type=float, default=60, metavar="SECONDS", help="For ranks that are processes to find each other.  [default: 60]"),
     flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],

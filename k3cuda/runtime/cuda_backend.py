@@ -83,7 +83,7 @@ class CudaBackend(StepGraphs):
             self._weights = upload(self.plan, source, tp, range(owned[0], owned[-1] + 1), device, loading)
         else:
             self._weights = [weights(self.plan, source, tp, r) for r in owned]
-        self.draft = drafting and CudaDraft(drafting, owned, tp, draft_weights, self._weights, device, self.stream, loading, carry, building)
+        self.draft = drafting and CudaDraft(drafting, owned, tp, draft_weights, self._weights, device, self.stream, loading, carry, building, dcp)
         self._is_lent = False   # whether a caller has buffers
         self.counts = StepCounts()
         self.memories, self._io, self._accept = [], None, None
@@ -146,6 +146,8 @@ class CudaBackend(StepGraphs):
         for memory in self.memories:
             memory.clear_slot(slot, self.stream)
         self._page_tables.set(slot, pages, self.stream)
+        if self.draft:
+            self.draft.open_slot(slot, pages)
         self._check.open(slot)
 
     def copy_slot(self, source: int, target: int, pages) -> None:
@@ -155,7 +157,7 @@ class CudaBackend(StepGraphs):
         for memory in self.memories:
             memory.copy_slot(source, target, copied, self.stream)
         if self.draft:
-            self.draft.copy_slot(source, target, copied)
+            self.draft.copy_slot(source, target, copied, pages)
         self._page_tables.set(target, pages, self.stream)
 
     def step(self, rows: StepRows) -> None:

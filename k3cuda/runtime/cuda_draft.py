@@ -12,7 +12,7 @@ from ..emit import launches_of
 from ..plan import Op
 from .backend import AS_DRAFTED, DraftAsk, Drafted, StepRows
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
-from .cuda_memory import VIEW_DTYPES, RankMemory
+from .cuda_memory import VIEW_DTYPES, PageTables, RankMemory
 from .drafting import Drafting
 from .loading import Loading
 from .row_check import PADDING
@@ -61,6 +61,7 @@ class CudaDraft:
         target_weights: for each of `ranks` what its target has: (layer, stage) -> packed arrays.
         device: `cuda_driver.Device`. stream: of the target's backend. loading: counts the seconds of compiling and capturing.
         carry: (operation, memory, rows) -> what is launched in the place of a collective; None: collectives ride. building: a context around compiling.
+        dcp: ranks that hold a page of the target's cache together; of the draft's every rank holds all of it.
 
     Attributes:
         block: operations of a proposal.
@@ -68,8 +69,9 @@ class CudaDraft:
     """
 
     def __init__(self, drafting: Drafting, ranks: list[int], tp: int, make, target_weights: list[dict], device, stream, loading: Loading,
-                 carry: Callable | None = None, building=nullcontext):
+                 carry: Callable | None = None, building=nullcontext, dcp: int = 1):
         self.cfg, self.num_drafts, self.device, self.stream, self._ranks, self._tp = drafting.source.cfg, drafting.num_drafts, device, stream, ranks, tp
+        self._dcp, self._page_tables = dcp, None
         self.plan: DraftPlan = build_draft_plan(self.cfg, tp, drafting.num_drafts, drafting.block_rows)
         # How sure it is matters to a threshold alone.
         self._sure = self.cfg.confidence_head and drafting.confidence_threshold is not None
@@ -82,10 +84,14 @@ class CudaDraft:
         self.places: dict[int, int] = {}
 
     def bind(self, targets: list[RankMemory]) -> None:
-        """Takes memory beside that of the target's ranks, which lend their pages and taps. What it held before is lost."""
+        """Takes memory beside that of the target's ranks, which lend their taps, and their pages where these are whole. What it held before is lost."""
         self.unbind()
-        sizes = [targets[0].dims[name] for name in ("slots", "pages", "slot_pages")]
-        self.memories = [RankMemory(self.plan, *sizes, "bf16", {name: target.buffer(name) for name in ("page_table", "taps")}) for target in targets]
+        dims = targets[0].dims
+        slots, pages, slot_pages = dims["slots"], dims["pages"] * self._dcp, dims["slot_pages"] * self._dcp
+        for target in targets:
+            table = target.buffer("page_table") if self._dcp == 1 else cupy.zeros(4 * slots * slot_pages, cupy.uint8)
+            self.memories.append(RankMemory(self.plan, slots, pages, slot_pages, "bf16", {"page_table": table, "taps": target.buffer("taps")}))
+        self._page_tables = PageTables(self.memories) if self._dcp > 1 else None
         for memory, arrays in zip(self.memories, self._weights):
             memory.weights = arrays
         looped = len(self._ranks) < self._tp and self._carry is None
@@ -96,12 +102,23 @@ class CudaDraft:
     def unbind(self) -> None:
         """Drops all that holds addresses of the target's memory, and its own."""
         self._graphs.clear()
-        self.memories, self._steps, self._inputs, self.places = [], [], None, {}
+        self.memories, self._steps, self._inputs, self._page_tables, self.places = [], [], None, None, {}
 
-    def copy_slot(self, source: int, target: int, pages: list[tuple[int, int]]) -> None:
-        """Copies pages (from, to) of the context rows."""
+    def open_slot(self, slot: int, pages) -> None:
+        """Context rows of `slot` lie in the target's `pages`."""
+        if self._page_tables:
+            self._page_tables.set(slot, self._own_pages(pages), self.stream)
+
+    def copy_slot(self, source: int, target: int, copied: list[tuple[int, int]], pages) -> None:
+        """Copies pages (from, to) of the target's with their context rows; those of `target` lie in `pages` then."""
+        old, new = (self._own_pages(side) for side in zip(*copied)) if copied else ((), ())
         for memory in self.memories:
-            memory.copy_slot(source, target, pages, self.stream)
+            memory.copy_slot(source, target, list(zip(old, new)), self.stream)
+        self.open_slot(target, pages)
+
+    def _own_pages(self, pages) -> list[int]:
+        """Pages of this cache, each of PAGE_SIZE positions, that the target's stand for."""
+        return [page * self._dcp + part for page in pages for part in range(self._dcp)]
 
     def commit(self, rows: StepRows, accepted: np.ndarray) -> None:
         """Context rows of the accepted rows of the target's last step; positions behind the draft's own limit get none."""

@@ -24,8 +24,7 @@ PACKAGES = {
 }
 LINES = ("cu13", "cu12")
 REFERENCE, STANDARD, LATENCY_SPECIALIZED = DECODE_BACKENDS = ("reference", "standard", "latency_specialized")
-VIRTUAL, PROCESSES = "virtual", "processes"
-RANKS = ("auto", VIRTUAL, PROCESSES)   # how they are joined (rank_job.py)
+RANKS = AUTO_RANKS, VIRTUAL, PROCESSES = "auto", "virtual", "processes"   # how they are joined (rank_job.py)
 COLLECTIVES = NCCL, PEER = "nccl", "peer"   # what carries them between processes that have a GPU each (cuda_rank.py)
 NOT_BUILT = {LATENCY_SPECIALIZED: "not in this version yet"}
 # Compute capabilities that the kernels are built for: they use the copy engine and the barriers that came with 9.0.

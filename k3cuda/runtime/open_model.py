@@ -76,9 +76,6 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto"
             for name, value, most in (("tp", tp, None), ("dcp", dcp, None), ("max_batch", max_batch, DECODE_ROWS), ("max_model_len", max_model_len, None)):
                 _check_count(name, value, most)
             check_dcp(tp, dcp)
-            if dcp > 1 and chosen == STANDARD and draft_model is not None:
-                raise UsageError(f"dcp: found {dcp} with a draft_model and decode_backend {chosen!r}, whose drafts need a cache that is whole in this version",
-                                 f"use a dcp of 1, leave the draft out, or use {REFERENCE!r}")
             most = DECODE_ROWS - (max_batch or DEFAULT_BATCH)
             if not isinstance(prefix_cache, int) or isinstance(prefix_cache, bool) or not 0 <= prefix_cache <= most:
                 raise UsageError(f"prefix_cache: found {prefix_cache!r:.60}, wanted an integer from 0 to {most}, which with max_batch makes {DECODE_ROWS}")

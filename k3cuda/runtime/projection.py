@@ -1,16 +1,20 @@
 """What a step of the released model should take on machines that nobody here has run it on: a projection, term by term, as a range.
 
-Bytes come from the tables, what a GPU takes beyond them from a measured step of one rank, what crosses GPUs from published latencies. Every
-number that is not computed stands in data/projection, with its source.
+Bytes come from the tables, what a GPU takes beyond them from a measured step of one rank, what crosses GPUs from measured exchanges between
+two of them and from published latencies. Every number that is not computed stands in data/projection, with its source.
 """
 import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import linear_regression
 
 from ..config import RELEASED_FOLDER, K3Config
+from ..emit import layout_of
 from ..errors import ConfigError
-from ..plan import Plan, build_plan
+from ..plan import Op, Plan, build_plan
+from ..tables import tables_of
+from .rank_moves import part_bytes
 from .step_bytes import StepBytes
 
 FOLDER = Path(__file__).resolve().parents[1] / "data/projection"
@@ -70,6 +74,31 @@ def step_floor(plan: Plan, measured: dict) -> float:
     return StepBytes(plan, measured["kv_cache_dtype"], measured["sequences"], measured["sequences"] * measured["context"], experts).floor()
 
 
+@cache
+def exchange() -> tuple[float, float]:
+    """(microseconds of an exchange inside a kernel before bytes count, bytes a microsecond that a rank receives): the line through the measured ones."""
+    found = read("measured")["exchanges"]
+    slope, start = linear_regression([e["bytes"] for e in found["times"]], [e["us"] for e in found["times"]])
+    return start, 1 / slope
+
+
+def received(plan: Plan, rows: int) -> list[int]:
+    """Bytes that a rank receives in each hop of a step of up to `rows` rows, at most DECODE_ROWS."""
+    tables = tables_of(plan)
+    layouts = [[layout_of(m, plan, tables, rows) for m in op.stage.moves] for op in hops(plan)]
+    return [sum((at.ranks - 1) * part_bytes(at) for at in op) for op in layouts]
+
+
+def hops(plan: Plan) -> list[Op]:
+    return [op for op in plan.ops if op.stage.moves]
+
+
+@cache
+def released_ops(tp: int) -> int:
+    """Operations of a step that was measured."""
+    return len(build_plan(K3Config.from_json(RELEASED_FOLDER), tp).ops)
+
+
 def project(plan: Plan, measured: dict, gpu: str = GPU, like: dict | None = None) -> Projection:
     """A step of `plan` like `measured` on another GPU.
 
@@ -82,19 +111,28 @@ def project(plan: Plan, measured: dict, gpu: str = GPU, like: dict | None = None
     reached = like["ceiling_tb_s"] / theirs["tb_s"]
     count = step_floor(plan, measured)
     bytes_ms = count / (its["tb_s"] * reached) / 1e9
-    # Beyond bytes: either it shrinks with them, as waiting for memory does, or it stays, as starting kernels does.
-    shrinks, stays = bytes_ms * (like["ms"] / like["floor_ms"] - 1), like["ms"] - like["floor_ms"]
-    ratio = like["ms"] / like["floor_ms"]
+    # Beyond bytes: either it shrinks with them, as waiting for memory does, or it stays with every operation, as starting kernels does.
+    ratio, beyond = like["ms"] / like["floor_ms"], like["ms"] - like["floor_ms"]
+    shrinks, stays = bytes_ms * (ratio - 1), beyond * len(plan.ops) / released_ops(like["tp"])
     terms = [Term(f"{count / 1e9:.2f} GB at {its['tb_s'] * reached:.2f} TB/s", bytes_ms, bytes_ms,
                   f"{its['tb_s']:g} TB/s by {its['source']}, of which {reached:.0%}: {like['ceiling_tb_s']} of {theirs['tb_s']:g} was measured on {source['gpu']}"),
              Term("on the GPU beyond bytes", min(shrinks, stays), max(shrinks, stays),
-                  f"measured on {source['gpu']} at commit {source['commit'][:7]}: {ratio:.2f} x the bytes' time, or the {stays:.2f} ms themselves")]
-    hops = sum(bool(op.stage.moves) for op in plan.ops)
-    if hops:
-        hop = min(read("published")["hops"], key=lambda h: abs(h["rows"] - measured["rows"]))
-        terms.append(Term(f"{hops} hops at {hop['low_us']} to {hop['high_us']} µs", hops * hop["low_us"] / 1e3, hops * hop["high_us"] / 1e3,
-                          f"{hop['low']}; {hop['high']}"))
+                  f"measured on {source['gpu']} at commit {source['commit'][:7]}: {ratio:.2f} x the bytes' time, or the {beyond:.2f} ms of {released_ops(like['tp']):,} operations")]
+    if hops(plan):
+        terms.append(_hops(plan, measured["rows"], its))
     return Projection(plan.tp, gpu, measured["rows"], measured["sequences"], measured["context"], measured["kv_cache_dtype"], measured["distinct_experts"], tuple(terms))
+
+
+def _hops(plan: Plan, rows: int, gpu: dict) -> Term:
+    """At least what exchanges of their bytes took between two GPUs, were the rate to grow with the links; at most that rate, and what others have published."""
+    found, (start, rate) = read("measured")["exchanges"], exchange()
+    links = gpu["link_gb_s"] / read("published")["gpus"][found["gpu"]]["link_gb_s"]
+    count, hop = len(hops(plan)), min(read("published")["hops"], key=lambda h: abs(h["rows"] - rows))
+    low, high = (start + sum(received(plan, rows)) / count / (rate * times) for times in (links, 1))
+    high = max(high, hop["high_us"])
+    return Term(f"{count} hops at {low:.1f} to {high:.1f} µs", count * low / 1e3, count * high / 1e3,
+                f"measured between {found['ranks']} {found['gpu']} at commit {found['commit'][:7]}: {start:.1f} µs and {rate / 1e3:.0f} GB/s, which links of "
+                f"{gpu['link_gb_s']} GB/s by {gpu['source']} may make {links:g} x that; at most that rate, or {hop['high']}")
 
 
 def text(cfg: K3Config, tp: int | None = None) -> str:

@@ -13,7 +13,7 @@ from . import nccl, wire
 from .collectives import TcpRanks
 from .launch import Launch, launched
 from .loading import Loading
-from .machine import PROCESSES, RANKS, VIRTUAL, probe_driver
+from .machine import AUTO_RANKS, PROCESSES, RANKS, STANDARD, VIRTUAL, probe_driver
 from .model_identity import identity
 from .rank_backend import RankedBackend, follow
 from .rank_watch import EXPLAIN_S, Watch
@@ -34,7 +34,7 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
     """The job that this process belongs to; None where all ranks run in it.
 
     Args:
-        ranks: "virtual", "processes", or "auto": processes where a launcher has started several.
+        ranks: "virtual", "processes", or "auto": processes where a launcher has started several, or where `standard` has a GPU here for each.
         place: in the job, where the caller knows it.
         model, draft_model: as users name them. given: other arguments of `open_model`, JSON-ready; equal on every rank.
         timeout: seconds for all ranks to come.
@@ -47,7 +47,7 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
     place = None if ranks == VIRTUAL else place or launched()
     if place is not None and place.size != tp:
         raise UsageError(f"tp: found {tp}, but {place.launcher} started {place.size} processes", f"give a tp of {place.size}, or start another number")
-    if place is None and (ranks != PROCESSES or tp == 1):
+    if place is None and (tp == 1 or ranks != PROCESSES and not (ranks == AUTO_RANKS and _have_gpus(given, model, draft_model))):
         return None
     if place is not None and _ended:
         raise UsageError("a second model in one job: the other ranks have ended with the first one", "open one model, or start one job for each")
@@ -58,6 +58,12 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
     named = {"model": os.fspath(model), "draft_model": draft_model and os.fspath(draft_model)}
     facts = {"version": __version__, "model": identity(model), "draft model": identity(draft_model)} | given
     return Job(place, tp, facts, {"ranks": PROCESSES, "rendezvous_timeout": timeout} | named | given, timeout)
+
+
+def _have_gpus(given: dict, model, draft_model) -> bool:
+    """Whether ranks that nobody has started belong on GPUs of their own: there are enough, and other processes can open the models."""
+    are_named = all(isinstance(m, (str, os.PathLike, type(None))) for m in (model, draft_model))
+    return given["decode_backend"] == STANDARD and are_named and isinstance(given["tp"], int) and len(probe_driver().gpus) >= given["tp"]
 
 
 class Job:

@@ -60,7 +60,7 @@ PROMPTS, LONG_PROMPTS = [[5, 80, 200, 17], [7] * 4], [[5, 80, 200], [7] * 70]
 # Ranks -> prompts, tokens drawn behind each: where 8 or 16 ranks share a GPU a step takes one or two seconds.
 TEXT = {2: (PROMPTS, 8), 4: (PROMPTS, 8), 8: ([], 0), 16: ([], 0)}
 HOW = "nccl", "peer"
-LIMIT = 2e-3   # of caches that are split against whole ones: see test_standard_split.py
+LIMIT = 1e-3   # of caches that are split against whole ones: another order of sums, 2.6e-4 on an H200
 
 
 def compile_ahead(out, model, how, tp, dcp, forced, before, drafts, *text) -> None:
@@ -116,16 +116,17 @@ def test_every_rank_has_the_tokens_and_the_bytes_of_one(tp, how, runs):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_two_hundred_tokens(tp, how, runs):
-    """More than a minute where four ranks share a GPU."""
-    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 60, [8], 0, LONG_PROMPTS, 200) for kind, n in ((how, tp), ("virtual", 1)))
+    """A minute and a half where four ranks share a GPU alone: a step takes a third of a second then."""
+    (logits, said), (wanted, alone) = (runs(kind, None, n, 1, 8, [8], 0, LONG_PROMPTS, 200) for kind, n in ((how, tp), ("virtual", 1)))
     assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_draft_the_same(tp, how, runs):
-    """A draft cut over the same ranks: drafts, verdicts and tokens of one rank."""
-    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, 1, 0, [8], 3, PROMPTS, 12) for kind, n in ((how, tp), ("virtual", 1)))
+@pytest.mark.parametrize("tp, dcp", [(2, 1), (4, 1), (2, 2), (4, 4)])
+def test_ranks_draft_the_same(tp, dcp, how, runs):
+    """A draft cut over the same ranks: drafts, verdicts and tokens of one rank; where ranks hold the target's cache together, of virtual ranks that do."""
+    first = 1 if dcp == 1 else tp
+    (logits, said), (wanted, alone) = (runs(kind, "tiny-random", n, dcp, 0, [8], 3, PROMPTS, 12) for kind, n in ((how, tp), ("virtual", first)))
     assert said["ranks"] == how and logits.tobytes() == wanted.tobytes()
     assert said["tokens"] == alone["tokens"] and said["proposed"] == alone["proposed"] > 12
 
@@ -136,6 +137,7 @@ def test_ranks_hold_the_cache_together(tp, dcp, how, runs):
     asked = 0, [60, 60], 0, PROMPTS, 4
     (logits, said), (wanted, alone), (whole, all_of_it) = (runs(kind, None, tp, n, *asked) for kind, n in ((how, dcp), ("virtual", dcp), ("virtual", 1)))
     assert said["ranks"] == how and logits.tobytes() == wanted.tobytes() and said["tokens"] == alone["tokens"]
+    print(f"tp {tp} dcp {dcp} {how}: {relative(logits, whole):.2e} from whole caches")
     assert 0 < relative(logits, whole) < LIMIT and said["cache"] * dcp == all_of_it["cache"]
 
 

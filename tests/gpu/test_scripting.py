@@ -40,7 +40,7 @@ def llm():
 @pytest.fixture(scope="module")
 def others():
     """Two ranks, and an FP8 cache."""
-    with LLM(HEADDIMS, tp=2, **ROOM) as ranks, LLM(HEADDIMS, kv_cache_dtype="fp8_e4m3", **ROOM) as fp8:
+    with LLM(HEADDIMS, tp=2, ranks="virtual", **ROOM) as ranks, LLM(HEADDIMS, kv_cache_dtype="fp8_e4m3", **ROOM) as fp8:
         yield ranks, fp8
 
 

@@ -94,9 +94,10 @@ def plain(tokens=500, **params):
     return finish(e)[0]
 
 
-def oracle(e, patterns):
-    """Drafts by request (its seed): None leaves the draft model's own; else `pattern(place, right token)`."""
-    known, propose = {i: PROMPTS[i] + plain()[str(i)] + [0] * 8 for i in range(SLOTS)}, e.backend.propose
+def oracle(e, patterns, text=None):
+    """Drafts by request (its seed): None leaves the draft model's own; else `pattern(place, right token)`. `text`: the right tokens; None: those of one rank."""
+    text = text or plain()
+    known, propose = {i: PROMPTS[i] + text[str(i)] + [0] * 8 for i in range(SLOTS)}, e.backend.propose
 
     def say(asks):
         out = []
@@ -145,6 +146,21 @@ def test_greedy_text_with_any_draft_and_any_k(kind):
     found = stats["2"]
     assert found.accepted == found.proposed > 0 and found.steps <= -(-59 // (k + 1))
     assert not e.backend.counts.reasons
+
+
+@pytest.mark.parametrize("family", ["mla", "gqa"])
+def test_greedy_text_beside_a_cache_that_ranks_hold_together(family):
+    """Contexts that go over pages of the draft's and of the target's, in slots whose pages were another's before."""
+    texts = []
+    for d in (None, drafting(3, family)):
+        e = engine(d, tp=2, dcp=2)
+        if d:
+            oracle(e, [right, None, wrong, right_but(1)], texts[0])
+        for i in range(SLOTS):
+            add(e, i, 90)
+        found, stats, _ = finish(e)
+        texts.append(found)
+    assert texts[0] == texts[1] and stats["0"].accepted == stats["0"].proposed > 60
 
 
 def states(be, slot, length):

@@ -133,14 +133,13 @@ struct LaunchBlock {
 
   K3_DEVICE void produce() {
     LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
-    u32 at = S::Pages::kFirst;
+    u32 next = S::Pages::kFirst;
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {
-      at = pages.turned(at, a.watch, phase);
+      const u32 at = pages.turned(next, a.watch, phase);
       __syncwarp();
       state.produced = at;
       const ProgramPhase p(pages.words(at));
-      at = pages.behind(p, at);
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
       producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
@@ -148,6 +147,7 @@ struct LaunchBlock {
       stamp(phase, kProduces, lane_id() == 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
+      next = state.produced, next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
     }
   }
 

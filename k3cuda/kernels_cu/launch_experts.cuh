@@ -199,8 +199,9 @@ struct LaunchExpertDown {
     const auto& list = block.choice().list;
     const Own own = own_of(p);
     const int entries = list.entries, each = own.tiles * kLeafBytes;
+    w += own.first * kLeafBytes;
     producer.copies((entries + own.per - 1) / own.per, own.per * each, each, phase, [&](int i) { return min_of(own.per, entries - i * own.per); },
-                    [&](int i, int j) { return w + (size_t(entry_expert(list.entry[i * own.per + j])) * kTiles + own.first) * kLeafBytes; });
+                    [&](int i, int j) { return w + size_t(entry_expert(list.entry[i * own.per + j])) * (kTiles * kLeafBytes); });
   }
 
   template <class Block>

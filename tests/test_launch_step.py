@@ -1,5 +1,5 @@
 """A whole step in one launch under g++: from token ids to logits with the bytes of the standard path's kernels, and its programs."""
-from dataclasses import replace
+import ctypes
 
 import numpy as np
 import pytest
@@ -11,9 +11,14 @@ from host_step import Kernels, Memory  # noqa: E402
 from launch_shim import NOT_THERE  # noqa: E402
 from step_launch import Step, StepLaunch  # noqa: E402
 
+from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
+from k3cuda.errors import PlanError  # noqa: E402
+from k3cuda.launch_operands import operand  # noqa: E402
+from k3cuda.launch_source import LaunchArgs  # noqa: E402
 from k3cuda.launch_step import step_program  # noqa: E402
+from k3cuda.packing import PACKED  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
-from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.plan import Taps, build_plan  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 
@@ -60,8 +65,42 @@ def check(step: Step, standard: Memory, launched: Memory) -> None:
 
 
 @shim
-@pytest.mark.parametrize(("rows", "live", "wanted", "context"), [(1, 1, (0,), 30), (4, 3, (0, 2), 60)])
-def test_the_bytes_of_the_standard_path(tmp_path, rows, live, wanted, context):
-    """Behind the third of four rows is padding, and of one row nobody wants logits. Three pages of each program pass through the two places."""
-    both, step = Both(rows, tmp_path), Step(CFG, rows, live, wanted, rows, context)
-    check(step, *both.run(step))
+@pytest.mark.parametrize(("rows", "live", "wanted", "context", "grid"), [(1, 1, (0,), 30, Grid(sms=3)), (4, 3, (0, 2), 60, Grid(sms=3)), (2, 2, (1,), 100, Grid(sms=4))])
+def test_the_bytes_of_the_standard_path(tmp_path, rows, live, wanted, context, grid):
+    """Behind three of four rows is padding, and not of all rows somebody wants logits. Pages of each program pass through its two places."""
+    both, step = Both(rows, tmp_path, grid), Step(CFG, rows, live, wanted, rows, context)
+    assert both.program.words.shape[1] >= 3 * both.program.page
+    check(step, *both.run(step, launches=2))   # the second one over records and a cache that have the rows already
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_program_of_the_released_model(rows):
+    cfg = K3Config.from_json(RELEASED_FOLDER)
+    plan = build_plan(cfg, 16)
+    program = step_program(plan, rows, Grid(sms=132, cluster=2), cache=1, rank_parts=16)
+    names = [step.name for step in program.steps]
+    assert names[0] == "embed" and names[-1] == "lm_head" and {name: names.count(name) for name in ("dense_sum", "latent_up", "kda_mix", "mla_attend")} == {
+        "dense_sum": 1, "latent_up": 92, "kda_mix": 69, "mla_attend": 24}
+    assert not any(None in sources[:1] for sources in program.sources)          # the launch has no input
+    assert names.count("attn_mix_sums") == 94 and program.steps[-1].layer == 93
+    output = [step.extra for step in program.steps if step.layer == 93 and step.name != "lm_head"]
+    assert {extra & 15 for extra in output} == {8} and not any(extra >> 4 for extra in output)   # all eight closed blocks, and no ninth
+    for block, words in enumerate(program.words):
+        places = program.places(block)
+        pages = words.reshape(-1, program.page)
+        used = max(places) // program.page + 1
+        assert (pages[:used, 0] == np.arange(1, used + 1)).all() and all(at % program.page for at in places)
+    for kind, layer in program.weights:
+        found = operand(plan, program.kinds[kind], layer)
+        assert found.packed is None or found.packed < len(PACKED[found.stage])
+    assert ctypes.sizeof(LaunchArgs) <= 4096   # what every driver takes
+
+
+def test_what_a_step_in_one_launch_cannot_have_is_refused():
+    for plan, message in ((build_plan(CFG, TP, taps=Taps((1,), "prefix")), "has no taps"), (build_plan(CFG, TP, dcp=2), "has no cache that ranks hold together")):
+        with pytest.raises(PlanError, match=message):
+            step_program(plan, 1, Grid(sms=3), cache=2, rank_parts=TP)
+    with pytest.raises(PlanError, match="a phase has [0-9]+ words of a block's program, wanted at most 14"):
+        step_program(PLAN, 1, Grid(sms=3), cache=2, rank_parts=TP, page=16)
+    with pytest.raises(PlanError, match="lm_head of layer 2 is stage lm_head, which the plan has not there"):
+        operand(PLAN, step_program(PLAN, 1, Grid(sms=3), cache=2, rank_parts=TP).kinds[-1], 2)

@@ -103,23 +103,24 @@ struct LaunchBlock {
   K3_DEVICE LaunchBlock(u8* memory)
       : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{memory}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
 
-  K3_DEVICE void begin(const LaunchArgs& args) {
-    for (int i = threadIdx.x; i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
+  K3_DEVICE void begin(const LaunchArgs& args) {   // which thread this is is asked for again and again: else it is kept for all of the launch
+    for (int i = Me().thread(); i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
     __syncthreads();
     pages.begin(own_words(), a.words);
-    if (const int row = threadIdx.x; row < S::kTokens) {
+    if (const int row = Me().thread(); row < S::kTokens) {
       int place = a.logit_rows ? -1 : row;
+#pragma unroll 1
       for (int i = 0; i < a.rows; ++i)
         if (a.logit_rows && a.logit_rows[i] == row) place = i;
       state.place[row] = place;
     }
-    if (warp_id() == 0) {
-      u32 live = __ballot_sync(kFullWarp, lane_id() < a.rows && (!a.row_slot || a.row_slot[lane_id() < a.rows ? lane_id() : 0] >= 0));
+    if (const Me own; own.warp == 0) {
+      u32 live = __ballot_sync(kFullWarp, own.lane < a.rows && (!a.row_slot || a.row_slot[own.lane < a.rows ? own.lane : 0] >= 0));
       int rows = 0;
       for (; live; live >>= 1) ++rows;
-      if (lane_id() == 0) state.live = rows;
+      if (own.lane == 0) state.live = rows;
     }
-    if (threadIdx.x == 0) {
+    if (Me().thread() == 0) {
       ring.init();
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
@@ -294,7 +295,7 @@ struct LaunchBlock {
     constexpr LaunchCounting kHow = counting_of<K>(nullptr);
     if constexpr (kHow == kCountsNothing) return;
     const ConsumerCounts& from = kept_anew(Me());
-    counts.copies = from.copies;
+    if constexpr (kHow != kCountsExpertTurns) counts.copies = from.copies;
     if constexpr (kHow == kCountsTurns) counts.turns = from.turns;
     if constexpr (kHow == kCountsExpertTurns) counts.expert_turns = from.expert_turns;
   }
@@ -306,9 +307,19 @@ struct LaunchBlock {
     const Me again;
     if (again.lane) return;
     ConsumerCounts& to = kept_anew(again);
-    to.copies = counts.copies;
+    if constexpr (kHow != kCountsExpertTurns) to.copies = counts.copies;
     if constexpr (kHow == kCountsTurns) to.turns = counts.turns;
     if constexpr (kHow == kCountsExpertTurns) to.expert_turns = counts.expert_turns;
+  }
+
+  // A whole warp: the block's copies before this phase, which has `n`.
+  K3_DEVICE u32 take_copies(u32 n) const {
+    const Me again;
+    ConsumerCounts& at = kept_anew(again);
+    const u32 before = at.copies;
+    __syncwarp();
+    if (again.lane == 0) at.copies = before + n;
+    return before;
   }
 
   K3_DEVICE void consume(const u32* at, int phase) {
@@ -347,11 +358,10 @@ K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
 
 template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
-  LaunchBlock<S> block(smem);
-  block.begin(a);
-  if (warp_id() < kConsumers) launch_consume<S>(a, smem);
-  else if (warp_id() == kJanitor) block.tidy();
-  else block.produce();
+  LaunchBlock<S>(smem).begin(a);
+  if (Me().warp < kConsumers) launch_consume<S>(a, smem);
+  else if (Me().warp == kJanitor) LaunchBlock<S>(smem + unknown_zero()).tidy();   // found anew: not kept from the start
+  else LaunchBlock<S>(smem + unknown_zero()).produce();
   if constexpr (S::kCluster > 1) {
     __syncwarp();
     cluster_arrive(), cluster_wait();   // nobody sends to a block that has ended

@@ -55,8 +55,7 @@ struct LaunchExpertUp {
     const Run run = run_of(list.entries);
     const int group = block.me.warp / kUnitWarps, own = block.me.warp % kUnitWarps, leaf = own % kTileWarps * kWarpLeaves;
     const uint4* x = shared + leaf * kGroups * S::kTokens * 4 + block.me.lane % 4;
-    u32 copy = block.counts.copies + group * kUnitCopies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
-    block.counts.copies += (run.end - run.begin) * kUnitCopies;
+    u32 copy = block.take_copies((run.end - run.begin) * kUnitCopies) + group * kUnitCopies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
     u32& turns = block.counts.expert_turns;
 #pragma unroll 1
     for (int u = run.begin + group; u < run.end; u += kUnits, copy += kUnits * kUnitCopies, ++turns) {

@@ -33,7 +33,7 @@ struct ProgramPhase {
   K3_DEVICE u32 needs() const { return again(2) & 0xffff; }
 };
 
-// Of the counts that go on from phase to phase (ConsumerCounts) what a kind of phase has to do with.
+// Of the counts that go on from phase to phase (ConsumerCounts) what a kind of phase is to find and leave; w1 and w3 take their copies themselves.
 enum LaunchCounting { kCountsNothing, kCountsCopies, kCountsTurns, kCountsExpertTurns };
 
 // All consumers, as a team (WholeBlock in prims.cuh).

@@ -24,7 +24,8 @@ struct LaunchPages {
 
   // All threads, before anyone reads: of a block's words as many as two pages have.
   K3_DEVICE void begin(const u32* from, int count) const {
-    for (int i = threadIdx.x; i < min_of(count, 2 * kWords); i += kLaunchThreads) ((u32*)(smem + kAt))[i] = from[i];
+#pragma unroll 1
+    for (int i = Me().thread(); i < min_of(count, 2 * kWords); i += kLaunchThreads) ((u32*)(smem + kAt))[i] = from[i];
   }
   K3_DEVICE bool turns(u32 at) const { return *(volatile const u32*)(smem + at) == kTurnPage; }
   K3_DEVICE bool has_next(u32 at) const { return number(page(at) ^ 1) == number(page(at)) + 1; }

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 
+from cupy.cuda.runtime import CUDARuntimeError  # noqa: E402
 from host_step import Memory  # noqa: E402
 from test_step_io import library, make  # noqa: E402, F401 - fixtures
 from test_step_io import pytestmark as shim  # noqa: E402
@@ -55,7 +56,7 @@ def test_what_no_step_of_a_backend_can_do(options, ranks, probes, words):
 def launches(monkeypatch, build, **more):
     """StepLaunches whose launches `build` makes."""
     memory = lambda nbytes: bytearray(nbytes)
-    monkeypatch.setattr(cuda_launch, "cupy", SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=memory)))
+    monkeypatch.setattr(cuda_launch, "cupy", SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=memory, runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError))))
     monkeypatch.setattr(cuda_launch.StepLaunches, "_build", build)
     values = {"plan": build_plan(made_config(), 2), "memory": None, "device": None, "stream": 0, "kv_cache_dtype": "bf16", "ranks": LOOPBACK, "probes": NO_PROBES, "loading": Loading()}
     return cuda_launch.StepLaunches(**values | more)
@@ -172,10 +173,14 @@ def test_a_launch_that_ended_itself_says_who_waited_for_what(monkeypatch, plan):
         with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited 2 s for a vector in o_proj, layer 40 \(phase {at}, 99\); use decode_backend 'standard'"):
             cuda_driver.check((code,))
         assert trouble_text(found._troubles[8], program) in str(found.failure())
+        with pytest.raises(StepTimeout, match="o_proj, layer 40"), cuda_launch.explained():   # as in each call of a backend
+            raise CUDARuntimeError(719)
     finally:
         found.close()
     with pytest.raises(DeviceError, match="unspecified"):
         cuda_driver.check((code,))
+    with pytest.raises(CUDARuntimeError), cuda_launch.explained():
+        raise CUDARuntimeError(719)
 
 
 def test_every_wait_of_the_kernel_has_words():

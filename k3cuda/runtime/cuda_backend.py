@@ -18,10 +18,10 @@ from ..weights import check_tp
 from .backend import DraftAsk, Drafted, Judge, Judged, StepCounts, StepRows, check_buffer, check_room
 from .cuda_accept import CudaAccept
 from .cuda_draft import CudaDraft
-from .cuda_driver import check, driver, open_device
+from .cuda_driver import open_device
 from .cuda_graphs import StepGraphs
 from .cuda_kernels import bucket_of
-from .cuda_launch import StepLaunches
+from .cuda_launch import StepLaunches, explained
 from .cuda_memory import PageTables, RankMemory, fitting_length
 from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
@@ -150,6 +150,7 @@ class CudaBackend(StepGraphs):
     def max_logits(self) -> int:
         return self.memories[0].dims["head_rows"]
 
+    @explained()
     def open_slot(self, slot: int, pages) -> None:
         self._after_caller()
         for memory in self.memories:
@@ -159,6 +160,7 @@ class CudaBackend(StepGraphs):
             self.draft.open_slot(slot, pages)
         self._check.open(slot)
 
+    @explained()
     def copy_slot(self, source: int, target: int, pages) -> None:
         used = -(-self._check.copy(source, target) // self.page_tokens)
         copied = [(old, new) for old, new in zip(self._page_tables.pages(source, used), pages) if old != new]
@@ -169,6 +171,7 @@ class CudaBackend(StepGraphs):
             self.draft.copy_slot(source, target, copied, pages)
         self._page_tables.set(target, pages, self.stream)
 
+    @explained()
     def step(self, rows: StepRows) -> None:
         self._check.step(rows)
         self._after_caller()
@@ -186,13 +189,14 @@ class CudaBackend(StepGraphs):
         self.replay(what, bucket, half, **single)
         self.counts.steps[LATENCY_SPECIALIZED if single else STANDARD] += 1
 
+    @explained()
     def logits(self) -> np.ndarray:
         rows = len(self._check.rows.logit_rows)
         out = np.empty((rows, self.cfg.vocab_size), np.float32)
         part = self.memories[0].buffer("logits")[:rows]
         if rows:
             part.data.copy_to_host_async(out.ctypes.data, out.nbytes, self.stream)
-            check(driver().cuStreamSynchronize(self._raw_stream))
+            self.stream.synchronize()
         return out
 
     def new_logits(self, rows: int) -> cupy.ndarray:
@@ -204,6 +208,7 @@ class CudaBackend(StepGraphs):
         out.data.copy_from_device_async(self.memories[0].buffer("logits").data, out.nbytes, current)
         self.stream.wait_event(current.record())
 
+    @explained()
     def buffer(self, name: str, rank: int = 0) -> cupy.ndarray:
         entry = check_buffer(name, rank, len(self.memories))
         targets = [m.target for op in self.plan.ops for m in op.stage.moves if self.ride and m.source == name]
@@ -214,12 +219,14 @@ class CudaBackend(StepGraphs):
         array = self.memories[rank].buffer(name)
         return array.view(ml_dtypes.bfloat16) if entry.dtype == "bf16" or (entry.dtype == "kv" and self.kv_cache_dtype == "bf16") else array
 
+    @explained()
     def sample(self, draws: Sequence[Draw]) -> list[Drawn]:
         slots, half = self._check.draws(len(draws)), self._io.next_half()
         refused = self._io.fill_draws(half, draws, slots)
         self._io.sample(half, bucket_of(max(len(draws), 1)))
         return self._pending(half, draws, slots, refused).drawn()
 
+    @explained()
     def commit(self, accepted: np.ndarray) -> None:
         self._check.commit(accepted)
         if not accepted.all():   # `step` takes all of them for accepted
@@ -237,6 +244,7 @@ class CudaBackend(StepGraphs):
         self._check.logits(sum(len(j.draws) for j in judges))
         return self._accept.accept(judges)
 
+    @explained()
     def launch(self, rows: StepRows, draws: Sequence[Draw]) -> CudaPending:
         self._check.step(rows)
         self._after_caller()

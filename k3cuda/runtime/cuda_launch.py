@@ -4,6 +4,7 @@ What it reads and leaves lies where the standard path has it, so that steps of b
 """
 import ctypes
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import cupy
@@ -23,6 +24,17 @@ from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, NOT_THERE, SCALE
 from .loading import Loading
 
 log = logging.getLogger("k3cuda")
+
+@contextmanager
+def explained():
+    """Where CuPy's runtime fails: raises what one of `explanations` knows in the place of its own words."""
+    try:
+        yield
+    except cupy.cuda.runtime.CUDARuntimeError as failed:
+        for error in filter(None, (ask() for ask in explanations)):
+            raise error from failed
+        raise
+
 
 _RECORD = 16   # words of a Watch record, and room between two
 

@@ -34,8 +34,9 @@ DRAFT_PART = 0.18     # of the rest
 @click.option("--seed", default=0, show_default=True)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--eager", is_flag=True, help="Launch every kernel of a step by itself, also on a GPU: no CUDA graphs.")
+@click.option("--plain", is_flag=True, help="PyTorch's own operations between products, also on a GPU: no kernels of demo_training/fused.cu.")
 @click.option("--workers", default=max(1, min(28, len(os.sched_getaffinity(0)) - 2)), show_default=True, help="Processes that make text.")
-def main(out, minutes, steps, size, seed, device, eager, workers):
+def main(out, minutes, steps, size, seed, device, eager, plain, workers):
     began = time.monotonic()
     # Here and not above: processes that make text load this file and need none of it.
     import torch
@@ -54,6 +55,10 @@ def main(out, minutes, steps, size, seed, device, eager, workers):
 
     if minutes is None and steps is None:
         raise click.UsageError("give --minutes, --steps, or both")
+    between = {}
+    if device == "cuda" and not plain:   # it loads the driver's bindings
+        from demo_training import fused
+        between["between"] = fused
     is_fixed = steps is not None
     until = began + (60 * minutes - RESERVE_S) * (1 - DRAFT_PART) if minutes else float("inf")
     torch.manual_seed(seed)
@@ -62,7 +67,7 @@ def main(out, minutes, steps, size, seed, device, eager, workers):
     if not (out / "tiktoken.model").exists():
         train_tokenizer(seed).write_files(out)
     tokenizer = Tokenizer.from_dir(out)
-    model = K3(config(size, tokenizer), seed, torch.bfloat16 if device == "cuda" else torch.float32)
+    model = K3(config(size, tokenizer), seed, torch.bfloat16 if device == "cuda" else torch.float32, **between)
     trainer = Trainer(model, tokenizer, out, seed, workers, device, OPTIONS[size], SCORED[size][0], device == "cuda" and not eager)
     if (out / "state.pt").exists():
         trainer.load()

@@ -14,7 +14,8 @@ from k3cuda.runtime.draft_checkpoint import DraftTensors
 from k3cuda.weights import stored_shapes
 
 from .export import as_stored
-from .model import initial, rms_norm
+from .model import initial
+from .plain import rms_norm
 
 # The context's projections are the layers' own, which the table lists a second time.
 _OF_LAYERS = {"context_kv_proj": "mla_kv_a_proj", "context_k_proj": "gqa_k_proj", "context_v_proj": "gqa_v_proj"}

@@ -25,35 +25,56 @@ def kda_recurrence(q, k, v, decay, beta):
     return torch.stack(out, 1)
 
 
-def kda_chunked(q, k, v, decay, beta, chunk: int = CHUNK):
-    """The same. t must be whole chunks; `chunk` is whole sub-chunks of 16."""
-    b, t, d = q.shape
-    if t % chunk or chunk % SUB:
-        raise ValueError(f"{t} tokens in chunks of {chunk}: wanted whole chunks, each of whole pieces of {SUB}")
-    q, k, v, decay = (x.reshape(b, t // chunk, chunk, d) for x in (q, k, v, decay))
-    beta = beta.reshape(b, t // chunk, chunk, 1)
-    total = decay.cumsum(2)
-    scores_qk, scores_kk = _scores(q, k, total)
-    solved = UnitLowerInverse.apply(scores_kk * beta)
-    grown, end = total.exp(), total[:, :, -1:]
-    values, keys = solved @ (beta * v), solved @ (beta * k * grown)
-    updates, states = Scan.apply(values, keys, k * (end - total).exp(), end.exp().transpose(2, 3))
-    return ((q * grown) @ states + scores_qk @ updates).reshape(b, t, d)
-
-
-def _scores(q, k, total):
-    """[b, n, C, C] each: sum_d of q_i k_j e^(G_i - G_j) for j <= i, and of k_i k_j for j < i."""
+def factors(q, k, v, total, beta):
+    """What a chunk's products are made of: q, k, v, total [b, n, C, d], beta [b, n, C, 1] -> left [b, n, pieces, 2 SUB, d], right [b, n, pieces, C, d],
+    whose products are the sums over d of q_i k_j e^(G_i - G_j), and of k_i k_j below them; beta v, beta K e^G, K e^(G_end - G), Q e^G [b, n, C, d];
+    e^G_end [b, n, d, 1]."""
     b, n, c, d = q.shape
     pieces = c // SUB
     rows = total.view(b, n, pieces, SUB, d)
     middle = rows[:, :, :, SUB // 2:SUB // 2 + 1]
     up = (rows - middle).exp()
-    left = torch.cat([q.view_as(rows) * up, k.view_as(rows) * up], 3)                    # [b, n, pieces, 2 SUB, d]
+    left = torch.cat([q.view_as(rows) * up, k.view_as(rows) * up], 3)
     piece = torch.arange(c, device=q.device) // SUB
     seen = piece[None, :, None] <= torch.arange(pieces, device=q.device)[:, None, None]  # of a later piece the exponent has no bound
     right = k[:, :, None] * (middle - total[:, :, None]).masked_fill(~seen, -torch.inf).exp()
-    qk, kk = (left @ right.transpose(3, 4)).split(SUB, 3)
-    return qk.reshape(b, n, c, c).tril(), kk.reshape(b, n, c, c).tril(-1)
+    grown, end = total.exp(), total[:, :, -1:]
+    return left, right, beta * v, beta * k * grown, k * (end - total).exp(), q * grown, end.exp().transpose(2, 3)
+
+
+def kda_chunked(q, k, v, total, beta, chunk: int = CHUNK, between=None):
+    """The same, from sums of log decays inside each chunk, `total` [b, t, d]. t must be whole chunks; `chunk` is whole sub-chunks of 16.
+
+    between: where `factors` and `unit_lower_inverse` are taken from, fused.py for one; the ones below without it.
+    """
+    b, t, d = q.shape
+    if t % chunk or chunk % SUB:
+        raise ValueError(f"{t} tokens in chunks of {chunk}: wanted whole chunks, each of whole pieces of {SUB}")
+    q, k, v, total = (x.reshape(b, t // chunk, chunk, d) for x in (q, k, v, total))
+    beta = beta.reshape(b, t // chunk, chunk, 1)
+    left, right, values, keys, write, read, kept = (between.factors if between else factors)(q, k, v, total, beta)
+    scores_qk, scores_kk = (x.reshape(b, t // chunk, chunk, chunk) for x in Product.apply(left, right).split(SUB, 3))
+    solved = (between.unit_lower_inverse if between else unit_lower_inverse)(scores_kk.tril(-1) * beta)
+    updates, states = Scan.apply(solved @ values, solved @ keys, write, kept)
+    return (read @ states + scores_qk.tril() @ updates).reshape(b, t, d)
+
+
+class Product(torch.autograd.Function):
+    """a [.., m, d] and b [.., n, d] -> a b^T, with gradients that lie as a and b do."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b.mT
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad @ b, grad.mT @ a
+
+
+def unit_lower_inverse(a):
+    return UnitLowerInverse.apply(a)
 
 
 class UnitLowerInverse(torch.autograd.Function):
@@ -89,21 +110,27 @@ class Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, keys, write, kept):
         b, n, c, d = values.shape
-        updates, states = torch.empty_like(values), values.new_zeros(b, n, d, d)
+        updates, states = values.clone(), values.new_empty(b, n, d, d)
+        states[:, 0] = 0
         for i in range(n):
-            updates[:, i] = torch.baddbmm(values[:, i], keys[:, i], states[:, i], alpha=-1)
+            if i:   # in place: a product with an addend elsewhere would copy it first
+                updates[:, i].baddbmm_(keys[:, i], states[:, i], alpha=-1)
             if i + 1 < n:
-                states[:, i + 1] = torch.baddbmm(kept[:, i] * states[:, i], write[:, i].mT, updates[:, i])
+                torch.mul(kept[:, i], states[:, i], out=states[:, i + 1])
+                states[:, i + 1].baddbmm_(write[:, i].mT, updates[:, i])
         ctx.save_for_backward(keys, write, kept, updates, states)
         return updates, states
 
     @staticmethod
     def backward(ctx, grad_updates, grad_states):
         keys, write, kept, updates, states = ctx.saved_tensors
-        total_updates, later = torch.empty_like(updates), torch.zeros_like(states)   # later[:, i]: of the state behind chunk i
+        total_updates, later = grad_updates.clone(memory_format=torch.contiguous_format), torch.empty_like(states)   # later[:, i]: of the state behind chunk i
         n = updates.shape[1]
+        later[:, n - 1] = 0
         for i in reversed(range(n)):
-            total_updates[:, i] = torch.baddbmm(grad_updates[:, i], write[:, i], later[:, i])
+            if i + 1 < n:
+                total_updates[:, i].baddbmm_(write[:, i], later[:, i])
             if i:
-                later[:, i - 1] = torch.baddbmm(grad_states[:, i] + kept[:, i] * later[:, i], keys[:, i].mT, total_updates[:, i], alpha=-1)
+                torch.addcmul(grad_states[:, i], kept[:, i], later[:, i], out=later[:, i - 1])
+                later[:, i - 1].baddbmm_(keys[:, i].mT, total_updates[:, i], alpha=-1)
         return total_updates, -(total_updates @ states.mT), updates @ later.mT, (states * later).sum(3, keepdim=True)

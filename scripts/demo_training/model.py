@@ -8,33 +8,33 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from k3cuda.config import L2NORM_EPS, MLA_NORM_EPS, K3Config
+from k3cuda.config import MLA_NORM_EPS, K3Config
 from k3cuda.weights import all_weights
 
-from .experts import Collect, Places, Spread
+from . import plain
+from .experts import Places
 from .kda import SUB, kda_chunked
 from .quantize import Rounded
 
 ROOM = 2.0   # rows an expert has room for, of the mean
 
 
-def rms_norm(x, weight, eps):
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-
 class K3(nn.Module):
     """weight(layer, name): one parameter in its logical shape; experts of a layer lie in one array, the expert first.
+
+    Args:
+        between: what is between the products, plain.py or, on a GPU, fused.py.
 
     Attributes:
         loads, left_out: of the last forward pass, choices of each expert [MoE layers, experts] and choices without a place.
         taps: with `tap_layers` set, layer -> (prefix sum behind it, mixture that the next one reads), each [b, t, hidden].
     """
 
-    def __init__(self, cfg: K3Config, seed: int = 0, compute=torch.float32, room: float = ROOM):
+    def __init__(self, cfg: K3Config, seed: int = 0, compute=torch.float32, room: float = ROOM, between=plain):
         super().__init__()
         self.cfg, self.compute, self.room, self.tap_layers, self.taps = cfg, compute, room, (), {}
         dims, generator = cfg.dims(), torch.Generator().manual_seed(seed)
-        self.names = {}
+        self.between, self.names = between, {}
         for layer, w in all_weights(cfg):
             if w.mxfp4 == "scale":
                 continue
@@ -71,14 +71,14 @@ class K3(nn.Module):
             if cfg.opens_res_block(i):
                 blocks = [*blocks, hidden]
                 hidden = 0
-            x = rms_norm(x, self.weight(i, "input_layernorm"), cfg.rms_norm_eps)
+            x = self.between.rms_norm(x, self.weight(i, "input_layernorm"), cfg.rms_norm_eps)
             hidden = hidden + (self._kda(x, i) if cfg.is_kda(i) else self._mla(x, i))
-            x = rms_norm(self._mix(hidden, blocks, i, "mlp_res"), self.weight(i, "post_attention_layernorm"), cfg.rms_norm_eps)
+            x = self.between.rms_norm(self._mix(hidden, blocks, i, "mlp_res"), self.weight(i, "post_attention_layernorm"), cfg.rms_norm_eps)
             hidden = hidden + (self._glu(x, i, "dense") if cfg.is_dense(i) else self._moe(x, i, real))
         x = self._mix(hidden, blocks, None, "output_attn_res")
         if cfg.num_hidden_layers - 1 in self.tap_layers:
             self.taps[cfg.num_hidden_layers - 1] = hidden, x
-        return rms_norm(x, self.weight(None, "final_norm"), cfg.rms_norm_eps)
+        return self.between.rms_norm(x, self.weight(None, "final_norm"), cfg.rms_norm_eps)
 
     def logits(self, x):
         return self.linear(x, None, "lm_head").float()
@@ -86,43 +86,30 @@ class K3(nn.Module):
     def _mix(self, hidden, blocks, layer, which):
         if not blocks:
             return hidden
-        sources = torch.stack([*blocks, hidden]).float()
         vector = self.weight(layer, f"{which}_norm") * self.weight(layer, f"{which}_proj")
-        scores = (sources @ vector) * torch.rsqrt(sources.square().mean(-1) + self.cfg.rms_norm_eps)
-        return (scores.softmax(0)[..., None] * sources).sum(0).to(hidden.dtype)
+        return self.between.mix([*blocks, hidden], vector, self.cfg.rms_norm_eps)
 
     def _kda(self, x, i):
-        lin, (b, t, _) = self.cfg.linear_attn_config, x.shape
-        heads = (b, t, lin.num_heads, lin.head_dim)
-
-        def conved(which):
-            y = self.linear(x, i, f"kda_{which}_proj").float()
-            taps = self.weight(i, f"kda_{which}_conv")
-            padded = F.pad(y, (0, 0, taps.shape[1] - 1, 0))
-            return F.silu(sum(padded[:, j:j + t] * taps[:, j] for j in range(taps.shape[1]))).reshape(heads)
-
-        def unit(y):
-            return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + L2NORM_EPS)
-
-        q, k, v = unit(conved("q")) * lin.head_dim**-0.5, unit(conved("k")), conved("v")
-        f = self.linear(self.linear(x, i, "kda_f_a_proj"), i, "kda_f_b_proj").float() + self.weight(i, "kda_dt_bias")
-        decay = lin.gate_lower_bound * torch.sigmoid(self.weight(i, "kda_a_log").exp()[:, None] * f.reshape(heads))
-        beta = torch.sigmoid(self.linear(x, i, "kda_b_proj").float())
-        pad = -t % SUB
+        cfg, lin, (b, t, _), between = self.cfg, self.cfg.linear_attn_config, x.shape, self.between
+        if pad := -t % SUB:   # behind all text: nothing reads it
+            x = F.pad(x, (0, 0, 0, pad))
         chunk = next(c for c in (64, 32, SUB) if (t + pad) % c == 0)
-        by_head = [F.pad(y.transpose(1, 2).flatten(0, 1), (0, 0) * (y.dim() - 3) + (0, pad)) for y in (q, k, v, decay, beta)]
-        o = kda_chunked(*by_head, chunk)[:, :t].unflatten(0, (b, -1)).transpose(1, 2)
-        o = F.rms_norm(o, (lin.head_dim,), self.weight(i, "kda_o_norm"), self.cfg.rms_norm_eps)
-        o = o.reshape(b, t, -1) * torch.sigmoid(self.linear(x, i, "kda_g_proj").float())
+        q, k, v = (between.conv_heads(self.linear(x, i, f"kda_{which}_proj"), self.weight(i, f"kda_{which}_conv"), lin.num_heads, scale)
+                   for which, scale in (("q", lin.head_dim**-0.5), ("k", 1.0), ("v", None)))
+        f = self.linear(self.linear(x, i, "kda_f_a_proj"), i, "kda_f_b_proj")
+        total = between.decay_sums(f, self.weight(i, "kda_dt_bias"), self.weight(i, "kda_a_log").exp(), chunk, lin.gate_lower_bound)
+        beta = torch.sigmoid(self.linear(x, i, "kda_b_proj").float()).transpose(1, 2).flatten(0, 1)
+        o = kda_chunked(q, k, v, total, beta, chunk, between)
+        o = between.gated_norm(o, self.weight(i, "kda_o_norm"), self.linear(x, i, "kda_g_proj"), lin.num_heads, cfg.rms_norm_eps)[:, :t]
         return self.linear(o, i, "o_proj")
 
     def _mla(self, x, i):
         cfg, (b, t, _) = self.cfg, x.shape
         nope, rope, value, heads = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim, cfg.num_attention_heads
-        latent = rms_norm(self.linear(x, i, "mla_q_a_proj"), self.weight(i, "mla_q_a_layernorm"), MLA_NORM_EPS)
+        latent = self.between.rms_norm(self.linear(x, i, "mla_q_a_proj"), self.weight(i, "mla_q_a_layernorm"), MLA_NORM_EPS)
         q = self.linear(latent, i, "mla_q_b_proj").view(b, t, heads, nope + rope).transpose(1, 2)
         latent, shared = self.linear(x, i, "mla_kv_a_proj").split([cfg.kv_lora_rank, rope], -1)
-        latent = rms_norm(latent, self.weight(i, "mla_kv_a_layernorm"), MLA_NORM_EPS)
+        latent = self.between.rms_norm(latent, self.weight(i, "mla_kv_a_layernorm"), MLA_NORM_EPS)
         k, v = self.linear(latent, i, "mla_kv_b_proj").view(b, t, heads, nope + value).transpose(1, 2).split([nope, value], -1)
         k = torch.cat([k, shared[:, None].expand(b, heads, t, rope)], -1)
         o = F.scaled_dot_product_attention(q, k, F.pad(v, (0, nope + rope - value)), is_causal=True)[..., :value]
@@ -133,8 +120,7 @@ class K3(nn.Module):
         return self.linear(self._situ(self.linear(x, i, f"{which}_gate_proj"), self.linear(x, i, f"{which}_up_proj")), i, f"{which}_down_proj")
 
     def _situ(self, gate, up):
-        b, c, gate, up = self.cfg.activation_situ_beta, self.cfg.activation_situ_linear_beta, gate.float(), up.float()
-        return ((b * torch.tanh(gate / b) * torch.sigmoid(gate)) * (c * torch.tanh(up / c))).to(self.compute)
+        return self.between.situ(gate, up, self.cfg.activation_situ_beta, self.cfg.activation_situ_linear_beta)
 
     def _moe(self, x, i, real):
         cfg, k, n = self.cfg, self.cfg.num_experts_per_token, x.shape[0] * x.shape[1]
@@ -147,12 +133,11 @@ class K3(nn.Module):
         places = Places(ids, real.reshape(-1), cfg.num_experts, room)
         self.loads.append(places.load)
         self.left_out = self.left_out + places.left_out
-        z = Spread.apply(self.linear(rows, i, "latent_down"), places.of_choice, places.row_of).view(cfg.num_experts, room, -1)
+        z = self.between.spread(self.linear(rows, i, "latent_down"), places).view(cfg.num_experts, room, -1)
         w1, w2, w3 = (Rounded.apply(self.weight(i, f"expert_{w}")).to(self.compute).mT for w in ("w1", "w2", "w3"))
         y = self._situ(z @ w1, z @ w3) @ w2
-        y = Collect.apply(y.flatten(0, 1), places.of_choice, places.row_of)
-        y = (chosen[..., None] * y.float()).sum(1).to(self.compute)
-        routed = self.linear(rms_norm(y, self.weight(i, "routed_expert_norm"), cfg.rms_norm_eps), i, "latent_up")
+        y = self.between.collect(y.flatten(0, 1), places, chosen)
+        routed = self.linear(self.between.rms_norm(y, self.weight(i, "routed_expert_norm"), cfg.rms_norm_eps), i, "latent_up")
         return (routed + self._glu(rows, i, "shared")).view_as(x)
 
 

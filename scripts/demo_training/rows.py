@@ -15,7 +15,7 @@ TURN = 32                               # tokens of a problem with what stands a
 PADDING, TEXT, ANSWER = 0, 1, 2         # kinds of tokens: nothing is learned of padding, little of text, all of an answer and its end
 LONG_TASK = "needle"
 # How often a problem of a short row is of a task: what needs examples most comes most.
-SHARES = {"addition": 5, "subtraction": 4, "sorting": 4, "counting": 8, "copying": 2, "dates": 4, "units": 2, "brackets": 3}
+SHARES = {"addition": 5, "subtraction": 4, "sorting": 4, "counting": 10, "copying": 2, "dates": 2, "units": 2, "brackets": 3}
 
 
 class Rows:

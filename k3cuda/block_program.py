@@ -12,8 +12,12 @@ from .schedule import Schedule, check, deal
 NO_SLOT = 15
 SLOTS = 4             # of the exchange, where phases read the phase before: two phases lie between clearing one and using it again
 MOST_SLOTS = 12       # where results have readers further on
+HEAD_WORDS = 3        # of a phase, before its units: kHeadWords in launch_fields.cuh
+MOST_VECTORS = 0xFFFF   # of a row, sixteen bits of a LaunchLink
 MOST_EXTRA = 255      # eight bits of a word
-MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 24, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
+PAGE_WORDS = 512      # of a block's program, of which two pages are in shared memory
+TURN_PAGE = 0xFFFFFFFF   # kTurnPage in launch_program.cuh
+MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 32, 4, 4, 2   # launch_fields.cuh, launch_core.cuh
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Link:
 
 @dataclass(frozen=True)
 class BlockProgram:
-    """`words` [blocks, n]. `steps`: the phases. `sources`: for each of them which phases it reads, None the launch's input. `weights`: for each phase which
+    """`words` [blocks, n]: pages of `page` words. `steps`: the phases. `sources`: for each of them which phases it reads, None the launch's input. `weights`: for each phase which
     (kind, layer) it multiplies by. `slots` of the exchange, each of `slot_vectors`. `most`: units that a block has of a kind, at most."""
 
     kinds: tuple[Kind, ...]
@@ -55,6 +59,16 @@ class BlockProgram:
     clearings: int
     slots: int
     slot_vectors: int
+    page: int
+
+    def places(self, block: int) -> list[int]:
+        """Where in its words the phases of a block begin."""
+        words, out, at = self.words[block], [], 1
+        for _ in range(self.phases):
+            at = (at // self.page + 1) * self.page + 1 if words[at] == TURN_PAGE else at
+            out.append(at)
+            at += HEAD_WORDS + (int(words[at]) >> 16)
+        return out
 
     @property
     def phases(self) -> int:
@@ -91,7 +105,7 @@ def chain(kinds: tuple[Kind, ...], layers: int, rows: int, grid: Grid, top_k: in
     return program(kinds, tuple(Step(k.name, layer) for layer in range(layers) for k in kinds), rows, grid, top_k)
 
 
-def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: Grid, top_k: int = 0, slots: int = SLOTS) -> BlockProgram:
+def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: Grid, top_k: int = 0, slots: int = SLOTS, page: int = PAGE_WORDS) -> BlockProgram:
     """Phases of these steps, in order. A phase reads the latest makers of its fields; the one field that is read before any phase has made it is the
     launch's input, and what the last phase makes its result.
 
@@ -136,13 +150,14 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
     row = [sum(f.nbytes for f in k.fields) // VECTOR_BYTES for k in kinds]
     links = tuple(_link(k, maker, row, items[i] * row[i], top_k) for i, k in enumerate(kinds))
     made = tuple((number[step.name], step.layer) for step in steps)
-    words, clearings = _words(schedule, made, sources, [step.extra for step in steps], slots)
+    words, clearings = _words(schedule, made, sources, [step.extra for step in steps], slots, page)
     most = [1] * len(kinds)
     for own in schedule.programs:
         for at, units in Counter(phase for phase, _ in own).items():
             most[made[at][0]] = max(most[made[at][0]], units)
+    read = {made[w.phase][0] for phase in phases for w in phase.waits}   # kinds whose results lie in slots
     return BlockProgram(kinds, links, tuple(most), grid, rows, top_k, schedule, words, steps, tuple(sources), made, clearings, slots,
-                        max(n * r for n, r in zip(items, row)))
+                        max(items[i] * row[i] for i in read), page)
 
 
 def _readers_home(at: int, phases: list[Phase], grid: Grid) -> frozenset[int]:
@@ -152,9 +167,9 @@ def _readers_home(at: int, phases: list[Phase], grid: Grid) -> frozenset[int]:
 
 
 def _layout(k: Kind, name: str) -> tuple:
-    """Where a field lies: bytes before it and of a row, and what it is."""
+    """Where a field lies: bytes before it, of a row and of itself, and its type."""
     at = [f.name for f in k.fields].index(name)
-    return sum(f.nbytes for f in k.fields[:at]), sum(f.nbytes for f in k.fields), k.fields[at]
+    return sum(f.nbytes for f in k.fields[:at]), sum(f.nbytes for f in k.fields), k.fields[at].nbytes, k.fields[at].dtype
 
 
 def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Link:
@@ -170,10 +185,12 @@ def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Lin
         at, own = at + vectors_of(f), own + f.width // f.per
     if isinstance(k, Route):
         own = 2 * top_k * 4 // VECTOR_BYTES   # ids and weights, in the record alone
+    if max(at, own, *(n for numbers in (*inputs, *fields) for n in numbers)) > MOST_VECTORS:
+        raise PlanError(f"{k.name} has rows of {at} vectors, wanted at most {MOST_VECTORS}")
     return Link(tuple(inputs), tuple(fields), at, own, vectors)
 
 
-def _words(schedule: Schedule, made, sources, extra: list[int], slots: int) -> tuple[np.ndarray, int]:
+def _words(schedule: Schedule, made, sources, extra: list[int], slots: int, page: int) -> tuple[np.ndarray, int]:
     """[blocks, words] and how many phases have slots to clear."""
     phases, free = schedule.phases, [(slot, 0) for slot in range(slots)]   # (slot, phases that must have been cleaned up before it is used)
     taken, needs, heads, clearings = {}, {}, [], 0
@@ -205,8 +222,24 @@ def _words(schedule: Schedule, made, sources, extra: list[int], slots: int) -> t
             if phase.parts > 1 and own != first:
                 raise PlanError(f"blocks of one cluster have different tiles of {phase}: {own} and {first}")
         rows.append(units)
-    rows = [[word for (kind, slot_word, end), tiles in zip(heads, units) for word in (kind | len(tiles) << 16, slot_word, end, *tiles)] for units in rows]
-    out = np.zeros((len(rows), -(-max(map(len, rows)) // 4) * 4), np.uint32)
-    for block, row in enumerate(rows):
-        out[block, :len(row)] = row
-    return out, clearings
+    return _pages([[(kind | len(tiles) << 16, slot_word, end, *tiles) for (kind, slot_word, end), tiles in zip(heads, units)] for units in rows], page), clearings
+
+
+def _pages(programs: list[list[tuple[int, ...]]], page: int) -> np.ndarray:
+    """[blocks, words]: of every block the words of its phases, in pages that begin with their number and end with TURN_PAGE where another follows."""
+    blocks = []
+    for phases in programs:
+        pages = [[1]]
+        for words in phases:
+            if len(words) > page - 2:
+                raise PlanError(f"a phase has {len(words)} words of a block's program, wanted at most {page - 2}")
+            if len(pages[-1]) + len(words) >= page:
+                pages[-1].append(TURN_PAGE)
+                pages.append([len(pages) + 1])
+            pages[-1] += words
+        blocks.append(pages)
+    out = np.zeros((len(blocks), max(map(len, blocks)), page), np.uint32)
+    for block, pages in enumerate(blocks):
+        for number, words in enumerate(pages):
+            out[block, number, :len(words)] = words
+    return out.reshape(len(blocks), -1)

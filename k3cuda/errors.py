@@ -79,6 +79,10 @@ class CompileError(DeviceError):
         self.log = log
 
 
+class StepTimeout(DeviceError):
+    """A block of a step in one launch waited too long for another: the launch ended itself, and with it all that the process had on the GPU."""
+
+
 class PromptTooLong(K3Error):
     """A prompt that is empty or does not fit the context."""
 

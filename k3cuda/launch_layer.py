@@ -58,16 +58,21 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
         replace(choice, reads=("router_logits",)),
         up,
         at(down, "expert_act", stacked("routed_parts", latent)),
-        product(cfg, tp, cluster, "shared_down", reads=("shared_gate_up",), situ=True, beside=True, fields=(own("shared_partial", "f32", hidden),)),
+        product(cfg, tp, 1, "shared_down", reads=("shared_gate_up",), situ=True, beside=True, fields=(own("shared_partial", "f32", hidden),)),
         *routed_norm,
         product(cfg, tp, cluster, "latent_up", **of(routed_norm, "shared_partial"), adds=tp, fields=(gathered(INPUT, "f32", hidden),)),
     )
 
 
-def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range, has=lambda k, layer: True) -> tuple[Step, ...]:
+def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range, has=lambda k, layer: True, first: tuple[Kind, ...] = (), behind: tuple[Kind, ...] = ()) -> tuple[Step, ...]:
     """The phases of these layers, of the kinds that each of them `has`. Rounds over closed blocks are left out where there are none, and run ahead of what
-    waits for them."""
+    waits for them.
+
+    first, behind: kinds before the layers and behind them, as of one more layer whose first mix is the output's.
+    """
     counts = {(op.stage.name, op.layer): op.num_blocks for op in plan.ops}
+    if behind:
+        counts.setdefault(("attn_mix", layers.stop), counts["output_mix", None])
     steps, sums = [], {}   # sums: of each mix, which phase made its last ones
 
     def add(k: Kind, layer: int) -> None:
@@ -76,18 +81,21 @@ def layer_steps(plan: Plan, kinds: tuple[Kind, ...], layers: range, has=lambda k
             steps.append(Step(k.name, layer, len(steps) - sums[norm.name] | (norm.blocks and counts[norm.stage, layer] > 0) << 4 if norm else 0))
             return
         closed = counts[k.stage, layer] if k.blocks else 0
-        opens = k.stage == "attn_mix" and plan.cfg.opens_res_block(layer)
+        opens = k.stage == "attn_mix" and layer in layers and plan.cfg.opens_res_block(layer)
         if closed or k.round != CLOSED:
             sums[k.name] = len(steps)
             steps.append(Step(k.name, layer, closed | opens << 4))
 
     ahead, rest = kinds[0], kinds[1:]
-    add(ahead, layers[0])
+    for k in (*first, ahead):
+        add(k, layers[0])
     for layer in layers:
-        for k in rest[:-1]:
-            if has(k, layer):
-                add(k, layer)
-        if layer + 1 in layers:
+        *own, last = (k for k in rest if has(k, layer))
+        for k in own:
+            add(k, layer)
+        if layer + 1 in layers or behind:
             add(ahead, layer + 1)
-        add(rest[-1], layer)
+        add(last, layer)
+    for k in behind:
+        add(k, layers.stop)
     return tuple(steps)

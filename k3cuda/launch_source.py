@@ -7,7 +7,6 @@ from .block_program import MAX_FIELDS, MAX_INPUTS, MAX_KINDS, BlockProgram
 from .emit_sizes import MAX_SHARED
 from .launch_kinds import Product
 
-ROOM = 1024           # programs of up to so many words, or twice as many, share a kernel
 TOKENS_OF_ENTRY = 8   # expert_core.cuh
 STAMPS = 7            # of a phase in a block: LaunchStamp
 COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` stands
@@ -22,9 +21,8 @@ def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = 7680
         receive_batch: vectors that a thread asks for at once, at most. poll: who waits for the ring does not sleep.
         watch_one: of several vectors that are not there yet a thread asks for the first one alone until it is.
     """
-    words = -(-program.words.shape[1] // ROOM) * ROOM
     streaming = next((i for i, k in enumerate(program.kinds) if k.is_chosen or isinstance(k, Product)), -1)
-    numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {words}, {shared}, {streaming}"
+    numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {program.page}, {shared}, {streaming}"
     kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
     return (f'#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_WATCH_ONE {int(watch_one)}\n#include "launch_core.cuh"\n'
             f"typedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n"
@@ -66,24 +64,21 @@ def _fields(kind, names: str) -> list:
 
 
 class LaunchInput(ctypes.Structure):
-    _fields_ = _fields(ctypes.c_int, "at row vectors")
+    _fields_ = _fields(ctypes.c_uint16, "at row vectors")
 
 
 class LaunchField(ctypes.Structure):
-    _fields_ = _fields(ctypes.c_int, "at width limit copies own")
+    _fields_ = _fields(ctypes.c_uint16, "at width limit copies own")
 
 
 class LaunchLink(ctypes.Structure):
-    _fields_ = [("inputs", LaunchInput * MAX_INPUTS), ("fields", LaunchField * MAX_FIELDS), *_fields(ctypes.c_int, "row record_row vectors")]
-
-
-LAUNCH_MIX = np.dtype([(name, "u8") for name in "score weight hidden blocks".split()])   # LaunchMix: addresses
+    _fields_ = [("inputs", LaunchInput * MAX_INPUTS), ("fields", LaunchField * MAX_FIELDS), *_fields(ctypes.c_uint16, "row record_row"), ("vectors", ctypes.c_int)]
 
 
 class LaunchArgs(ctypes.Structure):
     """As in launch_core.cuh: addresses, then numbers."""
 
-    _fields_ = [*_fields(ctypes.c_void_p, "weights programs input exchange result record stamps counts failed trouble"), ("limit_ns", ctypes.c_uint64),
+    _fields_ = [*_fields(ctypes.c_void_p, "weights programs row_slot logit_rows input exchange result record stamps counts failed trouble"), ("limit_ns", ctypes.c_uint64),
                 *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window first_window prefetch"),
                 *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS)]
 

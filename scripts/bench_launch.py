@@ -1,7 +1,8 @@
 """Times phases of one TP16 rank in one launch, and checks their bytes against the standard path's kernels first. JSON to $OUT, a table to stdout.
 
 Chains of products (`0` without experts, `16` with as many chosen beforehand), and whole layers: mixes, products, the middle of KDA, the choice of
-experts (`layer`; `layer16`: forced), experts and their norm; with latent attention instead of KDA: `mla`, `mla16`, over a BF16 cache `mlabf`, `mlabf16`.
+experts (`layer`; `layer16`: forced), experts and their norm; with latent attention instead of KDA: `mla`, `mla16`, over a BF16 cache `mlabf`, `mlabf16`;
+layers of both sorts (`real`), or a whole step of the model's first --layers layers, from token ids to logits (`first`).
 
     scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48,48:96] [--layers 21]
                             [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--watch-one] [--merged-rows 1] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
@@ -20,7 +21,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from launch_bench import Bench, Case  # noqa: E402
-from launch_chain import CHECKED_LAYERS, Chain, standard_of  # noqa: E402
+from launch_chain import CHECKED_LAYERS, Chain, checked_layers, standard_of  # noqa: E402
 
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.launch_layer import MERGED_ROWS  # noqa: E402
@@ -89,12 +90,12 @@ def main():
                if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
     stress = ("-DK3_STRESS",)
     options = ((), stress)[:1 + bool(args.stress)]
-    programs = {(case, c): bench.program(case, 1, Grid(sms=bench.device.sms // c * c, cluster=c)) for case, c, *_ in layouts}
+    programs = {(case, c): bench.program(case, checked_layers(case), Grid(sms=bench.device.sms // c * c, cluster=c)) for case, c, *_ in layouts}
     bench.prepare([bench.source(programs[case, c], copy, ring) for case, c, copy, ring in layouts], options,
                   () if args.no_check else [standard_of(bench, p).text for p in programs.values()])
     kb = [tuple(n * 1024 for n in w) for w in args.windows]
     for case, c, copy, ring in layouts if not args.no_check else ():
-        chain = Chain(bench, case, c, CHECKED_LAYERS, copy, ring)
+        chain = Chain(bench, case, c, checked_layers(case), copy, ring)
         differ, spread, clean = chain.check(kb[0])
         print(f"{case}, clusters of {c} ({chain.clusters} fit), copies of {copy}: {chain.grid} blocks, {chain.slots} slots, spread {spread:.2f}, "
               f"{'clean' if clean else 'NOT CLEAN'}; values that differ: " + ", ".join(f"{name} {n}" for name, n in differ.items()), flush=True)

@@ -20,27 +20,28 @@ from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps  # noqa: E402
 from k3cuda.launch_mixes import Mix  # noqa: E402
 from k3cuda.launch_mla import both_kinds, in_place_of_kda, mla_kinds, of_its_sort  # noqa: E402
+from k3cuda.launch_operands import LaunchMix, LaunchTokens  # noqa: E402
+from k3cuda.launch_step import Embed, PartsSum, step_program  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import repack  # noqa: E402
 from k3cuda.runtime.cuda_driver import Module, open_device  # noqa: E402
 from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
 from k3cuda.runtime.cuda_synthetic import Filler  # noqa: E402
 from k3cuda.runtime.cuda_timing import Timer  # noqa: E402
+from k3cuda.runtime.launch_program import WAITS  # noqa: E402
 
 TP, SEED = 16, 5
 FORCED_POOL = 128            # experts of a layer that the device holds where all choices are forced
-WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose", "sums of its own block")
 
 
 class Case:
     """What is timed. `0` or `16`: products, with as many experts chosen beforehand; `layer`: with mixes, norms and a choice of its own; `layer16`: with 16
     forced; `mla`, `mla16`: the same with latent attention in KDA's place, over an FP8 cache, `mlabf`, `mlabf16` over one of BF16; `real`, `real16`: layers as the model has
-    them, of both sorts, FP8."""
+    them, of both sorts, FP8; `first`: a whole step of its first layers, from token ids to logits."""
 
     def __init__(self, text: str):
         self.what, rows = text.split(":")
-        kind = next((k for k in ("layer", "mlabf", "mla", "real") if self.what.startswith(k)), "")
+        kind = next((k for k in ("layer", "mlabf", "mla", "real", "first") if self.what.startswith(k)), "")
         self.rows, self.is_layer, self.sorts, self.cache = int(rows), bool(kind), kind.removesuffix("bf"), 2 if kind == "mlabf" else 1
         forced = self.what.removeprefix(kind)
         self.forced, self.chooses = int(forced or 0), self.is_layer and not forced
@@ -80,6 +81,8 @@ class Bench:
 
     def program(self, case, layers, grid):
         parts = lambda kinds: tuple(replace(k, parts=self.expert_parts or k.parts) if isinstance(k, lk.ExpertUp) else k for k in kinds)
+        if case.sorts == "first":
+            return step_program(self.plan, case.rows, grid, cache=case.cache, rank_parts=TP, merged=case.rows <= self.merged_rows, layers=layers)
         if not case.is_layer:
             kinds = parts(lr.with_experts(self.cfg, TP, grid.cluster)) if case.forced else lr.dense_products(self.cfg, TP, grid.cluster)
             return bp.chain(kinds, layers, case.rows, grid, self.cfg.num_experts_per_token if case.forced else 0)
@@ -120,12 +123,18 @@ class Bench:
             self.filler.run("fill_bf16", array, k.nbytes // 2, seed, ctypes.c_float(-bound), ctypes.c_float(bound))
         elif isinstance(k, lk.Route):
             array = cp.asarray(rng.standard_normal(k.experts).astype(np.float32) * np.float32(0.1))
+        elif isinstance(k, PartsSum):
+            array = cp.zeros(1, cp.uint8)   # it has none
+        elif isinstance(k, Embed):
+            self.tokens, self.table = cp.asarray(rng.integers(0, self.cfg.vocab_size, bp.MAX_TOKENS).astype(np.int32)), cp.empty((k.vocab, k.n), cp.uint16)
+            self.filler.run("fill_bf16", self.table, self.table.size, seed, ctypes.c_float(-1), ctypes.c_float(1))
+            array = cp.asarray(np.frombuffer(LaunchTokens(*(a.data.ptr for a in (self.tokens, self.table, self.hidden))), np.uint8))
         elif isinstance(k, Mix):
             if (k.stage, layer) not in self.mixes:
                 score, weight = (rng.standard_normal(k.n) / k.n ** 0.5).astype(np.float32), stored(1 + 0.3 * rng.standard_normal(k.n), "bf16")
                 self.mixes[k.stage, layer], self.weights[k.stage, layer, "mix"] = (score, weight), (cp.asarray(score), cp.asarray(weight))
             places = (self.hidden.data.ptr, self.blocks.data.ptr) if k.blocks else (0, 0)
-            array = cp.asarray(np.array([(*(a.data.ptr for a in self.weights[k.stage, layer, "mix"]), *places)], ls.LAUNCH_MIX).view(np.uint8))
+            array = cp.asarray(np.frombuffer(LaunchMix(*(a.data.ptr for a in self.weights[k.stage, layer, "mix"]), *places), np.uint8))
         else:
             array, lowest = cp.empty(self.pool * expert_bytes(k), cp.uint8), 181 if isinstance(k, lk.ExpertUp) else 182   # factors 2^-7, 2^-6
             scale = repack.leaf_bytes(k.groups) // 4 - k.groups * 64
@@ -134,9 +143,10 @@ class Bench:
         return array
 
     def layer_bytes(self, chain, experts):
-        """Weights that a layer reads, and cached positions."""
-        cached = max((made.nbytes for made in chain.mlas.values()), default=0)
-        return cached + sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in chain.program.kinds)
+        """Weights that a layer reads, and cached positions, in the mean."""
+        p = chain.program
+        phases = (p.kinds[kind] for kind, _ in p.weights)
+        return (sum(made.nbytes for made in chain.mlas.values()) + sum(k.nbytes if isinstance(k, lk.Product) else expert_bytes(k) * experts if k.is_chosen else 0 for k in phases)) / chain.layers
 
     def prepare(self, sources, options, plain=()):
         """Compiles all side by side: `sources` with each of the options, `plain` without any."""
@@ -151,6 +161,9 @@ class Bench:
         return self.built[source, options]
 
     def input(self, case, program):
+        """Of the launch; a step has none."""
+        if case.sorts == "first":
+            return cp.zeros(0, cp.uint32)
         values = np.random.default_rng(SEED).standard_normal((case.rows, program.input_vectors * (4 if case.is_layer else 8))).astype(np.float32)
         return cp.asarray(values if case.is_layer else stored(values, "bf16"))
 

@@ -9,19 +9,24 @@ import numpy as np
 from launch_bench import SEED
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/gpu"))
-from core_kernels import KdaMix  # noqa: E402
-from launch_standard import NOT_THERE, KdaLayer, Standard, Struct  # noqa: E402
+from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, left_out  # noqa: E402
 from launch_standard_mla import IN_MEMORY, MlaLayer  # noqa: E402
 from mla_device import tensor_map  # noqa: E402
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
 from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.launch_operands import KdaMix  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 from k3cuda.runtime.cuda_driver import Launch, check, driver  # noqa: E402
 
 CHECKED_LAYERS = 3
 CONTEXT = 8192   # positions of latent attention's sequences, about
+
+
+def checked_layers(case) -> int:
+    """Layers of which bytes are compared; among the first four is one of every sort."""
+    return 4 if case.sorts == "first" else CHECKED_LAYERS
 
 
 class Chain:
@@ -30,7 +35,7 @@ class Chain:
     def __init__(self, bench, case, cluster, layers, copy, ring, options=()):
         self.bench, self.case, self.cluster, self.layers = bench, case, cluster, layers
         self.copy, self.ring = copy, ring
-        self.grid, self.clusters = self.fits(bench.source(bench.program(case, 1, Grid(sms=bench.device.sms // cluster * cluster, cluster=cluster)), copy, ring))
+        self.grid, self.clusters = self.fits(bench.source(bench.program(case, checked_layers(case), Grid(sms=bench.device.sms // cluster * cluster, cluster=cluster)), copy, ring))
         self.program = p = bench.program(case, layers, Grid(sms=self.grid, cluster=cluster, ring=ring * 1024, copy=copy))
         self.module, (self.threads, self.shared, _, self.slots) = bench.module(bench.source(p, copy, ring), options)
         self.function = self.module.function("product_chain", self.shared)
@@ -110,7 +115,7 @@ class Chain:
                 made.records = {n: self.kda_arrays[layer][n].get() for n in made.records}
             for layer, made in self.mlas.items():
                 made.after = self.mla_arrays[layer]["cache"].get()
-            for _, name, wrong, _ in standard.walk(device, record, self.weights, self.x.get(), hidden, blocks, bench.mixes, self.choices, self.kdas, self.mlas):
+            for _, name, wrong, _ in standard.walk(device, record, self.weights, self.x.get(), hidden, blocks, bench.mixes, self.choices, self.kdas, self.mlas, self.embedded):
                 differ[name] = differ.get(name, 0) + wrong
             differ["prefix sums"] = differ.get("prefix sums", 0) + int((bench.hidden.get() != hidden).sum() + (bench.blocks.get() != blocks).sum())
             last, result = standard.made(p.phases - 1)[0], self.result.get()
@@ -118,6 +123,10 @@ class Chain:
             differ["result"] = differ.get("result", 0) + int((result != np.tile(last, (1, -(-result.shape[1] // last.shape[1])))[:, :result.shape[1]]).sum())
         final = result.view(np.float32) if last.dtype == np.uint32 else (result.astype(np.uint32) << 16).view(np.float32)
         return differ, float(final.std()), bool((self.exchange == NOT_THERE).all())
+
+    def embedded(self, k):
+        """BF16 bits [rows, n] of the step's tokens, as stage embed looped back takes them."""
+        return self.bench.table[self.bench.tokens[:self.program.rows] % k.vocab].get()
 
     def standard(self):
         return standard_of(self.bench, self.program)
@@ -143,16 +152,10 @@ class Chain:
 
     def lose(self, windows):
         """A launch of which one block leaves out a unit: it must end, and say who waited for what. The context is lost."""
-        words, p = self.words.get(), self.program
-        at, second = 0, len(p.kinds) + 1
-        for phase in range(p.phases):
-            units = words[1, at] >> 16
-            if phase >= second and units and isinstance(p.kinds[p.weights[phase][0]], lk.Product):
-                break
-            at += 3 + units
-        words[1, at] -= 1 << 16
-        words[1, at + 2 + units:-1] = words[1, at + 3 + units:]
-        self.words.set(words)
+        p = self.program
+        phase = next(phase for phase, at in enumerate(p.places(1))
+                     if phase > len(p.kinds) and p.words[1, at] >> 16 and isinstance(p.kinds[p.weights[phase][0]], lk.Product))
+        self.words.set(left_out(p, 1, phase))
         reader = next(i for i, sources in enumerate(p.sources) if phase in sources)
         start = time.monotonic()
         try:

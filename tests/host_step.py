@@ -1,4 +1,4 @@
-"""A step's emitted kernels under g++ and the memory of a rank on the host, for stages that need no cluster of blocks."""
+"""A step's emitted kernels under g++ and the memory of a rank on the host."""
 import ctypes
 from math import prod
 
@@ -52,7 +52,8 @@ class Kernels:
         return [op for op in self.ops if op.stage.name == stage][-1]
 
     def run(self, op, memory) -> None:
-        args = OpStruct(layer=-1 if op.layer is None else op.layer, kind_index=op.kind_index, num_blocks=op.num_blocks, kv_scale=1.0)
+        args = OpStruct(layer=-1 if op.layer is None else op.layer, kind_index=op.kind_index, num_blocks=op.num_blocks, kv_scale=1.0,
+                        opens_block=int(op.stage.name == "attn_mix" and self.plan.cfg.opens_res_block(op.layer)))
         for i, array in enumerate(memory.weights_of(op)):
             args.w[i] = array.ctypes.data
         for kernel, first in self.launches(op):
@@ -61,11 +62,11 @@ class Kernels:
 
     def run_kernel(self, kernel: str, step, args) -> None:
         x, y, z, threads, cluster, shared = host.constants(self.library, f"k_{kernel}_launch", 6)
-        assert cluster == 1 or kernel in self.first_blocks, f"{kernel} is a cluster"
         x = self.first_blocks.get(kernel, x)
+        cooperative = cluster if cluster > 1 and kernel not in self.first_blocks else 0
         if x:
             pointers, three = (ctypes.c_void_p * 2)(ctypes.addressof(step), ctypes.addressof(args)), ctypes.c_uint * 3
-            getattr(self.library, f"k3_shim_k_{kernel}")(three(x, y, z), three(threads, 1, 1), ctypes.c_size_t(shared), 0, ctypes.c_uint(1), pointers)
+            getattr(self.library, f"k3_shim_k_{kernel}")(three(x, y, z), three(threads, 1, 1), ctypes.c_size_t(shared), cooperative, ctypes.c_uint(1), pointers)
 
 
 class Memory:

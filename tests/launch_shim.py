@@ -9,7 +9,6 @@ import numpy as np
 from shim import host
 
 sys.path.append(str(Path(__file__).parent / "gpu"))
-from core_kernels import KdaMix  # noqa: E402
 from launch_standard import NOT_THERE, KdaLayer  # noqa: E402
 from launch_standard_mla import IN_MEMORY, MlaLayer  # noqa: E402
 
@@ -20,6 +19,7 @@ from k3cuda.launch_kinds import Field  # noqa: E402
 from k3cuda.launch_layer import LAYER_SLOTS, layer_steps  # noqa: E402
 from k3cuda.launch_mixes import mix_rounds, normed_reads  # noqa: E402
 from k3cuda.launch_mla import HeadProduct, MlaAttend, MlaCombine, MlaNorm, NormedProduct  # noqa: E402
+from k3cuda.launch_operands import KdaMix, LaunchMix  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 
 SITU, ROUTED_SCALE, NORM_EPS = (1.5, 2.5), 1.25, 1e-5
@@ -139,7 +139,7 @@ class Case:
             self.mixes[k.stage, layer] = (rng.standard_normal(k.n) / np.sqrt(k.n)).astype(np.float32), u.to_bf16(1 + 0.3 * rng.standard_normal(k.n))
         score, weight = self.mixes[k.stage, layer]
         places = (self.hidden.ctypes.data, self.blocks.ctypes.data) if k.blocks else (0, 0)
-        return np.array([(score.ctypes.data, weight.ctypes.data, *places)], ls.LAUNCH_MIX)
+        return np.frombuffer(LaunchMix(score.ctypes.data, weight.ctypes.data, *places), np.uint8)
 
     def launch(self, **more):
         return launched(self.library, self.program, self.weights, self.input, block_rows=BLOCK_ROWS, **more)

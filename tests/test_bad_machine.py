@@ -58,10 +58,11 @@ def test_no_driver(monkeypatch):
     assert "no NVIDIA driver" in opened(monkeypatch, Driver(problem="no NVIDIA driver (libcuda.so.1)"))
 
 
-def test_backend_asked_for_without_a_driver(monkeypatch):
+@pytest.mark.parametrize("backend", machine.ON_GPU)
+def test_backend_asked_for_without_a_driver(monkeypatch, backend):
     monkeypatch.setattr(cuda_driver, "probe_driver", lambda: Driver(problem="no NVIDIA driver (libcuda.so.1)"))
     with pytest.raises(DeviceError, match="no NVIDIA driver"):
-        LLM("tiny-random", decode_backend="standard")
+        LLM("tiny-random", decode_backend=backend)
 
 
 def test_driver_in_the_newer_line_is_fine_for_the_older_packages():

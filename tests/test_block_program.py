@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from launch_shim import BLOCKS, NORM_EPS, NOT_THERE, PRODUCTS, RANKS, ROUTED_SCALE, SITU, TOP_K, WITH_EXPERTS, Case, HostDevice, small_layer  # first: it finds tests/gpu
 from kda_case import Kda
-from launch_standard import KDA_WEIGHTS, Standard, of_bf16
+from launch_standard import KDA_WEIGHTS, Standard, left_out, of_bf16
 from models import relative
 from shim import host
 
@@ -141,18 +141,6 @@ extern "C" __global__ void pack(const float* v, uint4* floats, uint4* halves) {
     assert (halves[:5] == 0).all() and not (halves.view(np.uint32) == NOT_THERE).any()
 
 
-def left_out(words, block, phase):
-    """The program of which a block leaves out its last unit of a phase."""
-    words, at = words.copy(), 0
-    for _ in range(phase):
-        at += 3 + (words[block, at] >> 16)
-    units = words[block, at] >> 16
-    assert units
-    words[block, at] -= 1 << 16
-    words[block, at + 2 + units:-1] = words[block, at + 3 + units:]
-    return words
-
-
 @shim
 @pytest.mark.parametrize(("rows", "cluster", "parts"), [(8, 2, 1), (8, 2, 2), (3, 4, 4)])
 def test_the_bytes_of_experts_with_delays_at_random(tmp_path, rows, cluster, parts):
@@ -164,7 +152,7 @@ def test_the_bytes_of_experts_with_delays_at_random(tmp_path, rows, cluster, par
 
 def lose_a_unit(folder, trouble, phase):
     case = Case(folder, PRODUCTS, 1)
-    case.launch(limit_ns=5_000_000_000, trouble=np.frombuffer(trouble, np.uint32), words=left_out(case.program.words, 1, phase))
+    case.launch(limit_ns=5_000_000_000, trouble=np.frombuffer(trouble, np.uint32), words=left_out(case.program, 1, phase))
 
 
 @shim
@@ -180,15 +168,14 @@ def test_a_lost_result_ends_in_a_record_of_who_waited_for_what(tmp_path, phase=4
 
 def words_of(program):
     """For every block its phases: (kind, extra, input slots, output slot, cleared slots, needs, units)."""
-    for words in program.words:
-        at, out = 0, []
-        for _ in range(program.phases):
+    for block, words in enumerate(program.words):
+        out = []
+        for at in program.places(block):
             head, slots, ends = map(int, words[at:at + 3])
             units = head >> 16
             slots = [slots >> 4 * i & 15 for i in range(bp.MAX_INPUTS + 1 + bp.MAX_CLEARS)]
             out.append((head & 255, head >> 8 & 255, slots[:bp.MAX_INPUTS], slots[bp.MAX_INPUTS], slots[bp.MAX_INPUTS + 1:], ends & 0xFFFF,
                         [int(unit) for unit in words[at + 3:at + 3 + units]]))
-            at += 3 + units
         yield out
 
 

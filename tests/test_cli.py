@@ -157,7 +157,7 @@ USAGE = {   # arguments -> exit code, and what stderr must say
     "rows of no sequence": (["bench", "step", "--rows", "1,7", "--sequences", "2"], 2, "--sequences: found 2, which does not divide 1 rows"),
     "more experts than rows can choose": (["bench", "step", "--rows", "1,8", "--experts", "16,129"], 2, "--experts: found 129, wanted 16 to 128"),
     "no delay": (["bench", "stage", "--hop-delay-us", "-1"], 2, "wanted microseconds"),
-    "no GPU path": (["generate", "tiny-random", "-p", "x", "--decode-backend", "latency_specialized"], 5, "not in this version yet"),
+    "bench of the reference": (["bench", "step", "--decode-backend", "reference"], 2, "found 'reference', wanted standard, latency_specialized"),
     "no checkpoint": (["generate", "/no/such", "-p", "x"], 3, "/no/such"),
     "uncuttable": (["generate", "tiny-random", "-p", "x", "--tp", "3"], 3, "1, 2, 4"),
     "too long": (["generate", "tiny-random", "-p", "x" * 99, "-c", "60"], 6, "the context holds 60"),

@@ -1,12 +1,15 @@
 """What the command makes of answers that tiny-random does not give: tool calls, numbers that are none, rows that are not finite."""
 import json
+import logging
 
 import numpy as np
 import pytest
 from command import k3
 
-from k3cuda.cli.answers import Text
+from k3cuda import LLM, SamplingParams
+from k3cuda.cli.answers import Text, report
 from k3cuda.cli.output import Result, to_json
+from k3cuda.runtime.backend import StepCounts
 from k3cuda.runtime.tiny_random import TinyRandom, open_tiny_random
 from k3cuda.runtime.output import Chunk
 from k3cuda.runtime.text_stream import ToolCall
@@ -26,6 +29,16 @@ def test_tool_calls_are_lines_behind_the_text(streamed, tmp_path):
     text, call = (tmp_path / "out").read_text().splitlines()
     assert text == "Let me see" and json.loads(call) == CALL.document
     assert json.loads(json.loads(call)["function"]["arguments"]) == {"at": "it"}
+
+
+def test_steps_that_did_not_run_as_they_were_to_are_told(caplog):
+    with LLM("tiny-random") as llm, caplog.at_level(logging.INFO, "k3cuda"):
+        answer, = llm.generate("a", SamplingParams(max_tokens=1))
+        caplog.clear()
+        report(answer, counts=llm.backend.counts)
+        report(answer, counts=StepCounts({"fast": 7, "standard": 2}, {"too many rows": 2}))
+    plain, told = (record.getMessage() for record in caplog.records)
+    assert "steps" not in plain and "; 7 fast steps, 2 standard steps (2: too many rows); end: length; " in told
 
 
 def test_json_has_no_nan():

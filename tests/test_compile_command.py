@@ -40,7 +40,7 @@ def filled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels") / "made" / "cubin"
     args = ["compile", MODEL, "--tp", 1, "--rows", "1,2", "--arch", "sm_90a", "--output", folder, "--json"]
     done = k3(*args)
-    assert len(done.stderr.splitlines()) == 3 and b"3 of 3: sm_90a, " in done.stderr
+    assert len(done.stderr.splitlines()) == 4 and done.stderr.startswith(b"no step in one launch: a rank of 1 holds 4 leaves of w2") and b"3 of 3: sm_90a, " in done.stderr
     assert b"sm_90a, step, 132 multiprocessors, 2 rows, bf16" in done.stderr and b"sm_90a, inputs and sampler" in done.stderr
     return folder, json.loads(done.stdout)
 
@@ -187,3 +187,13 @@ def test_folder_that_cannot_be_filled(tmp_path):
     assert b"cannot be written: Not a directory" in k3("compile", "--output", tmp_path / "file" / "below", code=2).stderr
     assert b"found no name" in k3("compile", "--output", "", code=2).stderr
     assert b"--output" in k3("compile", code=2).stderr
+
+
+@pytest.mark.parametrize("ride", [True, False])
+def test_steps_in_one_launch_are_compiled_where_all_ranks_are_here(ride, capsys):
+    """For the rows that one launch takes; kernels of both kinds stand for the same step."""
+    plans = {"step": build_plan(config_of("kimi-k3"), 16)}
+    found = [c.keys for c in compile_module._cubins(plans, ["sm_90a", "sm_100a"], None, [1, 8, 16], ["bf16", "fp8_e4m3"], ride) if c.keys["part"] == "step in one launch"]
+    sms = {("sm_90a", 132), ("sm_100a", 148), ("sm_100a", 152)}
+    assert {(c["arch"], c["sms"], c["rows"], c["kv_cache_dtype"]) for c in found} == ({(*m, rows, kv) for m in sms for rows in (1, 8) for kv in ("bf16", "fp8_e4m3")} if ride else set())
+    assert len(found) == 12 * ride and not capsys.readouterr().err

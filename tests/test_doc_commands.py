@@ -47,7 +47,7 @@ NOT_RUN = {
     "scripts/gpu.sh ranks": "needs GPUs",
     "docker ": "needs a container runtime", "python -m pip wheel": "its package needs a build environment from an index",
     "pip install 'k3cuda[": "needs a release in an index; CI installs the same extra from the tree", "python scripts/locks.py": "asks a package index for 2 GB",
-    "sh scripts/gpu.sh": "needs a GPU", "python scripts/check_demo.py": "needs PyTorch and trained weights", "python scripts/mistakes.py": "needs trained weights",
+    "sh scripts/gpu.sh": "needs a GPU", "k3cuda bench step --rank": "needs a GPU", "python scripts/check_demo.py": "needs PyTorch and trained weights", "python scripts/mistakes.py": "needs trained weights",
     "python scripts/install_demo.py": "changes the package; tests/test_demo.py calls its parts",
     "k3cuda eval OUT/demo": "needs trained weights",
 }

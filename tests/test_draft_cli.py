@@ -106,7 +106,6 @@ def test_llm_with_a_draft_and_without_in_one_batch(draft):
 @pytest.mark.parametrize("arguments, error, words", [
     ({"num_drafts": 3}, UsageError, "num_drafts: found 3, but there is no draft model"), ({"drafts": 3}, UsageError, "'drafts' is no argument"),
     ({"draft_model": 3}, UsageError, "draft_model: found int"), ({"draft_model": "x/y"}, CheckpointError, "x/y: found no folder"),
-    ({"draft_model": "tiny-random-draft", "decode_backend": "latency_specialized"}, Exception, "latency_specialized"),
     ({"draft_model": "tiny-random-draft", "num_drafts": True}, UsageError, "num_drafts: found True"), ({"draft_model": "tiny-random-draft", "tp": 8}, Exception, "8 ranks"),
     ({"draft_model": "tiny-random-draft", "draft_rows": 3}, UsageError, "draft_rows: found 3"), ({"draft_model": "tiny-random-draft", "acceptance": "synthetic"}, UsageError, "found None with acceptance 'synthetic'"),
     ({"draft_model": "tiny-random-draft", "max_batch": 9}, UsageError, "max_batch: found 9, but with 7 drafts of a block of 7 rows 64 rows hold 8 sequences"),

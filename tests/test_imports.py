@@ -11,7 +11,7 @@ import k3cuda
 ROOT = Path(k3cuda.__file__).parent
 DESCRIPTION = ["errors", "config", "context_split", "weights", "buffers", "stages", "plan", "draft_keys", "draft_rope", "draft_config", "draft_weights", "draft_buffers",
                "draft_stages", "draft_plan", "dataflow", "packing", "tables", "emit_sizes", "emit", "phases", "schedule"]
-LAUNCH = ["launch_kinds", "launch_mixes", "block_program", "launch_rank", "launch_layer", "launch_mla", "launch_source"]   # the single launch: behind the description, with NumPy
+LAUNCH = ["launch_kinds", "launch_mixes", "block_program", "launch_rank", "launch_layer", "launch_mla", "launch_step", "launch_operands", "launch_source"]   # the single launch: behind the description, with NumPy
 GPU_PACKAGES = {"cupy", "cuda", "nccl"}
 FORBIDDEN = {"torch", "triton", "jax", "numba"}
 MAX_LINES = {".py": 300, ".cu": 350, ".cuh": 350}  # a file is read in one sitting

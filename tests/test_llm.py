@@ -11,7 +11,7 @@ from scripted import CLOSED, END, GREEDY, THOUGHT, TOKENIZER, USER, fake  # noqa
 
 import k3cuda
 from k3cuda import LLM, SamplingParams
-from k3cuda.errors import CheckpointError, ConfigError, DeviceError, NumericalError, OutOfMemory, RequestError, UsageError
+from k3cuda.errors import CheckpointError, ConfigError, NumericalError, OutOfMemory, RequestError, UsageError
 from k3cuda.runtime import cuda_driver, open_model, preflight
 from k3cuda.runtime.answer import AnswerParser
 from k3cuda.runtime.machine import Driver, Gpu
@@ -159,7 +159,7 @@ def test_seeds(fake):
 
 @pytest.mark.parametrize("arguments, error, words", [
     ({"decode_backend": "fast"}, UsageError, "auto, reference, standard, latency_specialized"), ({"decode_backend": None}, UsageError, "wanted auto"),
-    ({"decode_backend": "standard", "activation_dtype": "bf16"}, UsageError, "its own precisions"), ({"decode_backend": "latency_specialized"}, DeviceError, "'auto'"),
+    ({"decode_backend": "standard", "activation_dtype": "bf16"}, UsageError, "its own precisions"), ({"decode_backend": "latency_specialized", "activation_dtype": "bf16"}, UsageError, "its own precisions"),
     ({"tp": 0}, UsageError, "tp: found 0"), ({"tp": True}, UsageError, "tp: found True"), ({"tp": "2"}, UsageError, "tp: found '2'"),
     ({"tp": 3}, CheckpointError, "1, 2, 4"), ({"max_batch": 65}, UsageError, "from 1 to 64"), ({"max_batch": 0}, UsageError, "max_batch"),
     ({"max_model_len": 0}, UsageError, "max_model_len"), ({"max_model_len": 10**9}, ConfigError, "max_model_len"),
@@ -211,19 +211,20 @@ def test_it_chats(tiny):
     assert tiny.backend.counts.steps["reference"] > 0 and tiny.load_s > 0
 
 
-def test_the_backend_that_was_asked_for_is_the_one_that_runs(monkeypatch):
-    """Without a GPU: the standard backend is made, and a host too small for the reference does not keep it from running."""
-    def gpu_backend(checkpoint, **options):
+@pytest.mark.parametrize("name", ["standard", "latency_specialized"])
+def test_the_backend_that_was_asked_for_is_the_one_that_runs(monkeypatch, name):
+    """Without a GPU: its backend is made, and a host too small for the reference does not keep it from running."""
+    def gpu_backend(checkpoint, specialized=False, **options):
         backend = NumpyBackend(checkpoint, **options)
-        backend.name = "standard"
+        backend.name = "latency_specialized" if specialized else "standard"
         return backend
 
     monkeypatch.setattr(cuda_driver, "require_gpu", lambda index: None)
     monkeypatch.setattr(open_model, "probe_driver", lambda: Driver("1", "13.0", (Gpu(0, "A", "9.0", 10 ** 10),)))
     monkeypatch.setitem(sys.modules, "k3cuda.runtime.cuda_backend", SimpleNamespace(CudaBackend=gpu_backend))
     monkeypatch.setattr(preflight, "host", lambda: {"memory_free_bytes": 1, "memory_limit_bytes": None})
-    with LLM("tiny-random", decode_backend="standard") as llm:
-        assert llm.backend.name == "standard"
+    with LLM("tiny-random", decode_backend=name) as llm:
+        assert llm.backend.name == name
     with pytest.raises(OutOfMemory, match="reference backend"):
         LLM("tiny-random", decode_backend="reference")
 

@@ -122,7 +122,7 @@ def document(output, llm) -> dict:
         "loading": llm.loading.to_dict(),
         "speculative": stats.speculative and asdict(stats.speculative),
         "engine": {"version": __version__, "gpu": backend.gpu, "tp": backend.tp, "dcp": backend.dcp, "kv_cache_dtype": backend.kv_cache_dtype,
-                   "decode_backend": backend.name},
+                   "decode_backend": backend.name, "steps": dict(backend.counts.steps), "reasons": dict(backend.counts.reasons)},
     }
     if output.logprobs is not None:
         found["logprobs"] = [
@@ -131,8 +131,11 @@ def document(output, llm) -> dict:
     return found
 
 
-def report(output, *, is_seed_drawn: bool = False, is_json: bool = False) -> None:
-    """What was used and how fast it went, on stderr; where only warnings are shown, at least a seed that nobody else knows."""
+def report(output, *, counts=None, is_seed_drawn: bool = False, is_json: bool = False) -> None:
+    """What was used and how fast it went, on stderr; where only warnings are shown, at least a seed that nobody else knows.
+
+    `counts`: the backend's StepCounts, told where steps ran on another decode backend than the one asked for.
+    """
     sampling, stats = output.sampling, output.stats
     if not output.text and output.reasoning and output.finish_reason in ("stop", "length") and not is_json:
         log.warning("the answer is empty: all %d tokens went into reasoning (--show-thinking shows it, --reasoning-effort none turns it off)",
@@ -150,6 +153,8 @@ def report(output, *, is_seed_drawn: bool = False, is_json: bool = False) -> Non
         parts.append(f"first after {stats.ttft_s:.2f} s")
     if stats.speculative and stats.speculative.steps:
         parts.append(_drafts(stats.speculative))
+    if counts and counts.reasons:
+        parts.append(", ".join(f"{n} {name} steps" for name, n in counts.steps.items()) + f" ({', '.join(f'{n}: {why}' for why, n in counts.reasons.items())})")
     log.info("%s", "; ".join([*parts, f"end: {output.finish_reason}", f"peak memory {_peak_memory()}", ", ".join([*used, seed] if seed else used)]))
 
 

@@ -5,6 +5,7 @@ from ..buffers import KV_BYTES
 from ..config import DECODE_ROWS, MAX_ROWS
 from ..errors import OutOfMemory, UsageError
 from ..runtime.cuda_driver import require_gpu
+from ..runtime.machine import LATENCY_SPECIALIZED, ON_GPU, STANDARD
 from . import options
 from .group import Group
 from .model_argument import config_of
@@ -74,7 +75,9 @@ _FLAGS = (
 
 @bench.command(cls=options.Command)
 @options.model(default="kimi-k3")
-@options.flags(*_FLAGS, options.flag("--stages", type=Counts(DECODE_ROWS), metavar="ROWS", help="Time every stage as well, in steps of so many rows."))
+@options.flags(*_FLAGS, options.flag("--stages", type=Counts(DECODE_ROWS), metavar="ROWS", help="Time every stage as well, in steps of so many rows."),
+               options.flag("--decode-backend", default=STANDARD, show_default=True, metavar="NAME",
+                            help=f"What runs the steps: {' or '.join(ON_GPU)}, which does where it can."))
 def step(stages, output, **what):
     """Time decode steps of one true rank, commit included, and check them. Weights are random and made on the device; MODEL gives only the sizes.
 
@@ -83,7 +86,7 @@ def step(stages, output, **what):
     def each(bench, walk):
         found = bench.step(walk)
         say(f"{found['rows']:3} rows of {found['sequences']:2}, context {found['context']:7}: {found['ms']:8.3f} ms, "
-            f"{found['ratio_to_floor']:.2f} x the floor, {found['distinct_experts']} experts a layer")
+            f"{found['ratio_to_floor']:.2f} x the floor, {found['distinct_experts']} experts a layer" + (f"; {STANDARD}: {found['declined']}" if found["declined"] else ""))
         return found, _stages(bench) if bench.rows in (stages or ()) else None
 
     _run(output, each, **what)
@@ -150,8 +153,11 @@ def _stages(bench, names=()) -> dict:
             "kv_cache_dtype": be.kv_cache_dtype, "ceiling_tb_s": round(bench.ceiling / 1e12, 3), "forced_experts": be.probes.forced_experts, "stages": found}
 
 
-def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cache_dtype, experts, hop_delay_us) -> None:
+def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cache_dtype, experts, hop_delay_us, decode_backend=STANDARD) -> None:
     """Calls `each(bench, walk)` for every combination; its (step, stages) go into the document."""
+    from ..runtime.open_model import choice
+
+    decode_backend = choice("--decode-backend", decode_backend, ON_GPU)
     cfg = config_of(model, layers)
     check_rank(tp, rank)
     shapes = [_shared(n, sequences) for n in rows]
@@ -162,7 +168,7 @@ def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cac
     from ..runtime.cuda_bench import StepBench
     from ..runtime.surroundings import surroundings
 
-    result, bench = Result(output), StepBench(cfg, tp, rank, kv_cache_dtype)
+    result, bench = Result(output), StepBench(cfg, tp, rank, kv_cache_dtype, specialized=decode_backend == LATENCY_SPECIALIZED)
     probes = [Probes(n, round(us * bench.cycles_a_us)) for n in experts or (0,) for us in hop_delay_us]
     bench.compile(rows, probes)
     document = {"steps": [], "stages": [], "skipped": []}

@@ -10,10 +10,12 @@ import click
 
 from ..buffers import KV_BYTES
 from ..config import DECODE_ROWS
-from ..errors import ConfigError, DeviceError, UsageError
+from ..emit_sizes import H200_SMS
+from ..errors import CompileError, ConfigError, DeviceError, PlanError, UsageError
 from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
 from ..runtime.cuda_kernels import (GPU_SMS, ROW_BUCKETS, bucket_of, compile_accept, compile_bucket, compile_moves, compile_step_io, draft_buckets, no_sampler,
                                     side_by_side)
+from ..runtime.launch_program import BUCKETS, LOOPBACK, compile_launch, launched, misfit
 from ..runtime.machine import PROCESSES, VIRTUAL
 from . import options
 from .bench import Counts
@@ -21,7 +23,7 @@ from .model_argument import config_of, draft_config_of
 from .output import Result, say
 
 MOST_SMS = 1024
-STEP, DRAFT = "step", "draft"   # parts: plans that need a cubin a bucket
+STEP, DRAFT, LAUNCH = "step", "draft", "step in one launch"   # parts: plans that need a cubin a bucket
 
 
 class Names(click.ParamType):
@@ -80,7 +82,14 @@ def compile(model, output, arch, tp, dcp, ranks, rows, kv_cache_dtype, sms, allo
     start, done = time.perf_counter(), []
 
     def one(cubin):
-        compiled = cubin.compile(strict=not allow_spills, into=output)
+        is_launch = cubin.keys["part"] == LAUNCH   # beside which there are the step's own kernels
+        try:
+            compiled = cubin.compile(strict=not (allow_spills or is_launch), into=output)
+        except CompileError as e:
+            if not is_launch:
+                raise
+            say(f"{cubin}: left out, {e.message}")
+            return
         spills = {kernel: used.spills for kernel, used in compiled.resources().items() if used.spills}
         done.append(cubin.keys | {"bytes": len(compiled.cubin), "folder": compiled.folder.name, "was_there": compiled.from_cache, "spills": spills})
         say(f"{len(done)} of {len(cubins)}: {cubin}" + (" was there" if compiled.from_cache else "")
@@ -133,12 +142,16 @@ def _buckets(rows: list[int] | None, most: int) -> list[int]:
 
 
 def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes, ride: bool) -> list[_Cubin]:
-    """Every plan's for every kind of GPU, and an architecture's that know only the vocabulary. `ride`: as compile_bucket."""
+    """Every plan's for every kind of GPU, and an architecture's that know only the vocabulary. `ride`: as compile_bucket; a step in one launch has no other
+    collectives than those that ride."""
     def keys(part, arch, sms=None, rows=None, kv=None):
         return {"arch": arch, "sms": sms, "rows": rows, "kv_cache_dtype": kv, "part": part}
 
     cubins, vocab_size = [], plans[STEP].cfg.vocab_size
+    launches = [rows for rows in BUCKETS if rows in buckets] if ride and not _misfit(plans[STEP]) else []
     for arch in archs:
+        cubins += [_Cubin(keys(LAUNCH, arch, n, rows, kv), partial(compile_launch, plans[STEP], rows, kv, arch, sms=n))
+                   for n in sms or GPU_SMS[arch] for kv in kv_cache_dtypes for rows in launches]
         for part, plan in plans.items():
             is_draft = part == DRAFT   # whose own cache is BF16
             cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_bucket, plan, rows, kv, arch, sms=n, ride=ride))
@@ -150,6 +163,18 @@ def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes, ride: bool) -> li
         if DRAFT in plans and not no_sampler(vocab_size):
             cubins.append(_Cubin(keys("acceptance", arch), partial(compile_accept, vocab_size, arch)))
     return cubins
+
+
+def _misfit(plan) -> str | None:
+    """Why there are no steps in one launch, or None. What only the compiler knows, it says."""
+    why = misfit(plan, LOOPBACK)
+    try:
+        launched(plan, 1, H200_SMS, next(iter(KV_BYTES)))
+    except PlanError as e:
+        why = why or e.message
+    if why:
+        say(f"no {LAUNCH}: {why}")
+    return why
 
 
 def _check_names(flag: str, found, known, refused=()) -> None:

@@ -59,7 +59,7 @@ def generate(model, prompt, file, raw, system, reasoning_effort, no_think, messa
         if whole is not None:
             view.end(whole)
             result.close()
-            report(whole, is_seed_drawn=params.seed is None, is_json=json or jsonl)
+            report(whole, counts=llm.backend.counts, is_seed_drawn=params.seed is None, is_json=json or jsonl)
     if whole is not None and whole.error:
         raise whole.error
     return code

@@ -45,6 +45,8 @@ def _lines(report: dict):
     for backend in report["decode_backends"]:
         yield f"  {backend['name']:<20} {'runs here' if backend['runs'] else 'does not run here'}"
         yield from (f"    - {reason}" for reason in backend["reasons"])
+        if backend["not_auto"]:
+            yield f"    not what auto chooses: {backend['not_auto']}"
     if report["release_memory"]:
         yield ""
         yield f"{RELEASED} on such GPUs: ranks, of which so many hold the cache together, and the longest context of each of {report['release_memory'][0]['sequences']} sequences"

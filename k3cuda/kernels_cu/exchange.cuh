@@ -44,7 +44,8 @@ K3_DEVICE void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
 
 #ifdef K3_HOST_SHIM
-inline void send(float* local, u32 rank, float v, u64* inbox) {
+template <class T>
+inline void send(T* local, u32 rank, T v, u64* inbox) {
   if (shim::cluster_size() == 1) {
     *local = v;
     return;
@@ -52,11 +53,19 @@ inline void send(float* local, u32 rank, float v, u64* inbox) {
   std::lock_guard<std::mutex> alone(shim::cur->b->cluster->sends);
   *shim::in_block(local, rank) = v;
   auto* there = (HostBarrier*)shim::in_block(inbox, rank);
-  there->bytes -= 4;
+  there->bytes -= sizeof(T);
   barrier_check(there);
 }
-inline void send4(f32x4* local, u32, const f32x4& v, u64*) { *local = v; }
-inline void inbox_wait(u64*, u32) { __syncthreads(); }
+inline void send4(f32x4* local, u32 rank, const f32x4& v, u64* inbox) { send(local, rank, v, inbox); }
+inline bool inbox_try(u64* bar, u32 parity) {
+  std::lock_guard<std::mutex> alone(shim::cur->b->cluster->sends);
+  return ((volatile HostBarrier*)bar)->phase != parity;
+}
+inline void inbox_wait(u64* bar, u32 parity) {
+  if (shim::cluster_size() == 1) __syncthreads();
+  else
+    while (!inbox_try(bar, parity)) shim_yield();
+}
 inline void inbox_expect(u64* inbox, u32 bytes) {
   if (shim::cluster_size() == 1) return;
   std::lock_guard<std::mutex> alone(shim::cur->b->cluster->sends);

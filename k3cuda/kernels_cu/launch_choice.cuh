@@ -25,6 +25,8 @@ K3_DEVICE void finish_choice(Block& block) {
   for (int i = block.me.thread(); i < choice.list.items; i += Consumers::kThreads) choice.place[choice.list.item[i]] = u16(i);
   block.team().sync();
 #pragma unroll 1
+  for (int i = choice.list.items + block.me.thread(); i < block.a.rows * kTopK; i += Consumers::kThreads) choice.order[i] = 0, choice.factor[i] = 0;   // of padding
+#pragma unroll 1
   for (int i = block.me.thread(); i < choice.list.items; i += Consumers::kThreads) {   // positions rise with the expert
     const int row = i / kTopK;
     int rank = 0;
@@ -40,6 +42,7 @@ K3_DEVICE void finish_choice(Block& block) {
 //   kVectors  of a row that it reads
 template <int kVectors>
 struct LaunchForced {
+  static constexpr LaunchCounting kCounting = kCountsNothing;
   static constexpr int x_vectors(int, int) { return 0; }
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block&, Producer& producer, const ProgramPhase&, const u8*, int) { ++producer.choices; }
@@ -60,6 +63,7 @@ struct LaunchForced {
 template <int kExperts, int kTopK>
 struct LaunchRoute {
   static constexpr int team_warps(int tokens) { return min_of(4, kConsumers / tokens); }
+  static constexpr LaunchCounting kCounting = kCountsNothing;
   template <int kTokens> using Row = RouteShape<kExperts, kTopK, team_warps(kTokens) * kWarpSize, true>;
   template <int kTokens> using List = ListShape<kExperts, kTopK, kTokens, Consumers::kThreads, kEntryTokens>;
   template <int kTokens> struct Room {
@@ -105,7 +109,7 @@ struct LaunchRoute {
     }
     // A team anew: what it is made of is kept in registers otherwise.
     const ListOut to{&choice.list.entries, &choice.list.items, choice.list.entry, choice.list.item};
-    list_experts<List<kTokens>>(room.ids, nullptr, block.a.rows, to, room.list, [] {}, Consumers());
+    list_experts<List<kTokens>>(room.ids, nullptr, block.state.live, to, room.list, [] {}, Consumers());
     finish_choice(block);
   }
 };

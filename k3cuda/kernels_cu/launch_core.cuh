@@ -1,66 +1,27 @@
 // Many phases in one launch: a persistent block an SM works off its program, data made by k3cuda/block_program.py. docs/megakernel.md.
 //
-// Program of a block, 32-bit words, phase after phase (ProgramPhase in launch_fields.cuh): kind | extra << 8 | units << 16; the slots that it reads,
+// Program of a block, 32-bit words, phase after phase in pages (launch_program.cuh; ProgramPhase in launch_fields.cuh): kind | extra << 8 | units << 16; the slots that it reads,
 // writes and clears, 4 bits each; how many phases must have been cleaned up before it reads or writes, and which kinds' results lie in what it
 // clears; then the units: tiles, or slices of rows. kNoSlot: the launch's input, its result, nothing to clear.
 #pragma once
+#include "launch_args.cuh"
 #include "launch_experts.cuh"
 #include "launch_kda.cuh"
 #include "launch_mla.cuh"
 #include "launch_normed.cuh"
-
-// Kinds of phases, by their place in the program's words.
-template <class... P> struct LaunchKinds;
-template <> struct LaunchKinds<> {
-  static constexpr int x_vectors(int, int) { return 0; }
-  template <int kAt, class F> static K3_DEVICE void visit(int, F&&) {}
-};
-template <class P, class... More>
-struct LaunchKinds<P, More...> {
-  static constexpr int x_vectors(int tokens, int items) { return max_of(P::x_vectors(tokens, items), LaunchKinds<More...>::x_vectors(tokens, items)); }
-  template <int kAt = 0, class F> static K3_DEVICE void visit(int kind, F&& f) {
-    if (kind == kAt) f(P{});
-    else LaunchKinds<More...>::template visit<kAt + 1>(kind, f);
-  }
-};
-
-// Of a consumer warp, between phases: where the next one's words stand, the block's copies before it, units that its groups finished with
-// other blocks.
-struct ConsumerCounts { u32 at, copies, turns, expert_turns; };
-
-constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks for at once; launch_source.py defines it
-
-// Of a phase in a block: it begins, its input is here, its units are done, its slot was clean; what it cleared is clean everywhere; the producer came to it
-// and issued its last copy. kStamps is launch_source.py's STAMPS.
-enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kLastCopy, kStamps };
-
-constexpr int kMaxKinds = 24;
-struct LaunchArgs {
-  const u64* weights;      // [phase]: where its packed weights lie; a LaunchMix, KdaMix, LaunchMla, LaunchChoice or the router's bias of other phases
-  const u32* programs;     // [block][words]
-  const uint4* input;      // [rows][row of the first phase], BF16 without kNotThere
-  uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
-  uint4* result;           // [rows][row of the last phase]
-  uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
-  u64* stamps;             // [block][phase][kStamps] nanoseconds (LaunchStamp); null: not kept
-  LaunchCounts* counts;
-  Watch watch;
-  // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window, prefetch;
-  float situ_beta, situ_linear_beta, routed_scale, norm_eps;
-  LaunchLink links[kMaxKinds];
-};
+#include "launch_program.cuh"
+#include "launch_step.cuh"
 
 //   kTokens_   rows of a launch at most, up to one token tile
 //   kCluster_  blocks that share tiles
 //   kTopK_     experts of a row; 0: there are none
 //   kRing_     bytes of the ring at most: it gets what the rest of `kShared_` leaves
-//   kWords_    of a block's program
+//   kWords_    of a page of a block's program
 //   kFirstStreaming_  number of the first kind that has weights; -1: none has
 template <int kTokens_, int kCluster_, int kTopK_, int kRing_, int kSlotBytes_, int kWords_, int kShared_, int kFirstStreaming_, class Kinds_>
 struct LaunchShape {
   typedef Kinds_ Kinds;
-  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kWords = kWords_, kTopK = kTopK_, kFirstStreaming = kFirstStreaming_;
+  static constexpr int kTokens = kTokens_, kCluster = kCluster_, kTopK = kTopK_, kFirstStreaming = kFirstStreaming_;
   static constexpr int kMaxItems = max_of(1, kTokens * kTopK);
   typedef LaunchChoice<kMaxItems> Choice;
   static constexpr int kXBytes = Kinds::x_vectors(kTokens, kMaxItems) * 16;
@@ -68,13 +29,15 @@ struct LaunchShape {
   static constexpr int kInbox = kCluster > 1 ? max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of one tile
   static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
   static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
-  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + kConsumers * sizeof(ConsumerCounts) + kWords * 4;
+  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
   static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
-  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + kConsumers * sizeof(ConsumerCounts), kSmem = kProgramAt + kWords * 4;
-  static_assert(kTokens <= kTokenTile && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
+  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts));
+  typedef LaunchPages<kWords_, kProgramAt> Pages;
+  static constexpr int kSmem = kProgramAt + Pages::kBytes;
+  static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
 };
 
 // All that it knows lies in shared memory.
@@ -84,35 +47,53 @@ struct LaunchBlock {
   u8* smem;
   typename S::Ring ring;
   LaunchState& state;
-  const u32* program;
+  typename S::Pages pages;
   ConsumerCounts counts = {};
   Me me;
   int rank;   // in its cluster
 
   typedef S Shape;
   K3_DEVICE LaunchBlock(u8* memory)
-      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), program((const u32*)(memory + S::kProgramAt)), rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
+      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{memory}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
 
-  K3_DEVICE void begin(const LaunchArgs& args) {
-    for (int i = threadIdx.x; i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
+  K3_DEVICE void begin(const LaunchArgs& args) {   // which thread this is is asked for again and again: else it is kept for all of the launch
+    for (int i = Me().thread(); i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
     __syncthreads();
-    for (int i = threadIdx.x; i < a.words; i += kLaunchThreads) ((u32*)program)[i] = a.programs[size_t(blockIdx.x) * a.words + i];
-    if (threadIdx.x == 0) {
+    pages.begin(own_words(), a.words);
+    if (const int row = Me().thread(); row < S::kTokens) {
+      int place = a.logit_rows ? -1 : row;
+#pragma unroll 1
+      for (int i = 0; i < a.rows; ++i)
+        if (a.logit_rows && a.logit_rows[i] == row) place = i;
+      state.place[row] = place;
+    }
+    if (const Me own; own.warp == 0) {
+      u32 live = __ballot_sync(kFullWarp, own.lane < a.rows && (!a.row_slot || a.row_slot[own.lane < a.rows ? own.lane : 0] >= 0));
+      int rows = 0;
+      for (; live; live >>= 1) ++rows;
+      if (own.lane == 0) state.live = rows;
+    }
+    if (Me().thread() == 0) {
       ring.init();
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
-      state.received = state.cleaned = state.chosen = 0;
+      state.received = state.cleaned = state.chosen = 0, state.produced = S::Pages::kFirst;
     }
     __syncthreads();
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
   }
 
+  K3_DEVICE const u32* own_words() const { return a.programs + size_t(blockIdx.x) * a.words; }
+
   K3_DEVICE void produce() {
     LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
-    const u32* at = program;
+    u32 next = S::Pages::kFirst;
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {
-      const ProgramPhase p(at);
+      const u32 at = pages.turned(next, a.watch, phase);
+      __syncwarp();
+      state.produced = at;
+      const ProgramPhase p(pages.words(at));
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
       producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
@@ -120,7 +101,7 @@ struct LaunchBlock {
       stamp(phase, kProduces, lane_id() == 0);
       S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
-      at = p.next();
+      next = state.produced, next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
     }
   }
 
@@ -128,15 +109,22 @@ struct LaunchBlock {
   K3_DEVICE void tidy() {
     const u64 before = ended_seen(&a.counts->ended) / gridDim.x * a.clearings;   // by launches: nobody ends before this block has counted
     Janitor janitor{a.counts, before, before, before};
-    struct Place {
-      const u32* at;
+    struct Place {   // what it comes to is here: consumers have read it, or it has just been brought
+      const typename S::Pages& pages;
+      u32 at = S::Pages::kFirst;
       int phase = 0;
-      K3_DEVICE ProgramPhase here() const { return ProgramPhase(at); }
+      K3_DEVICE void turn() {
+        if (pages.turns(at) && pages.has_next(at)) at = pages.next(at);
+      }
+      K3_DEVICE ProgramPhase here() const { return ProgramPhase(pages.words(at)); }
       K3_DEVICE bool clears() const { return here().clear(0) != kNoSlot; }
-      K3_DEVICE void go_on() { at = here().next(), ++phase; }
-    } heard{program}, cleared{program}, cleaned{program};
+      K3_DEVICE void go_on() { at = pages.behind(here(), at), ++phase, turn(); }
+    } heard{pages}, cleared{pages}, cleaned{pages};
     Spin spin;
+    u32 page = 3;   // the next one to bring
     while (cleaned.phase < a.phases) {
+      heard.turn(), cleared.turn(), cleaned.turn();
+      if (int(page * S::Pages::kWords) <= a.words && is_left(page % 2 ^ 1, cleaned.at)) pages.load(own_words(), page % 2 ^ 1, page), ++page;
       const int received = __shfl_sync(kFullWarp, int(state.received), 0);
       bool moved = false;
       for (; heard.phase < received && (!heard.clears() || janitor.may_hear()); heard.go_on(), moved = true)
@@ -163,6 +151,13 @@ struct LaunchBlock {
                   min_of(cleaned.phase, min_of(cleared.phase, heard.phase)), 0);
     }
     if (lane_id() == 0) ended_up(&a.counts->ended);
+  }
+
+  // Whether nobody reads a page any more: neither the janitor, whose last place is `last`, nor consumers or the producer.
+  K3_DEVICE bool is_left(int page, u32 last) const {
+    if (pages.page(last) == page) return false;
+    const u32 at = lane_id() < kConsumers ? ((volatile ConsumerCounts*)(smem + S::kCountsAt))[lane_id()].began : state.produced;
+    return !__any_sync(kFullWarp, pages.page(at) == page);
   }
 
   // A test's delays: up to 4 microseconds for a block or for single warps of it, other ones at every turn of the clock.
@@ -246,6 +241,40 @@ struct LaunchBlock {
     }
   }
 
+  // What a kind of phase counts on from the one before it; others keep no registers for it.
+  K3_DEVICE ConsumerCounts& kept_anew(const Me& again) const { return ((ConsumerCounts*)(smem + unknown_zero() + S::kCountsAt))[again.warp]; }   // else its address is kept
+  template <class K>
+  K3_DEVICE void begin_counting() {
+    constexpr LaunchCounting kHow = counting_of<K>(nullptr);
+    if constexpr (kHow == kCountsNothing) return;
+    const ConsumerCounts& from = kept_anew(Me());
+    if constexpr (kHow != kCountsExpertTurns) counts.copies = from.copies;
+    if constexpr (kHow == kCountsTurns) counts.turns = from.turns;
+    if constexpr (kHow == kCountsExpertTurns) counts.expert_turns = from.expert_turns;
+  }
+  template <class K>
+  K3_DEVICE void end_counting() {
+    constexpr LaunchCounting kHow = counting_of<K>(nullptr);
+    if constexpr (kHow == kCountsNothing) return;
+    __syncwarp();
+    const Me again;
+    if (again.lane) return;
+    ConsumerCounts& to = kept_anew(again);
+    if constexpr (kHow != kCountsExpertTurns) to.copies = counts.copies;
+    if constexpr (kHow == kCountsTurns) to.turns = counts.turns;
+    if constexpr (kHow == kCountsExpertTurns) to.expert_turns = counts.expert_turns;
+  }
+
+  // A whole warp: the block's copies before this phase, which has `n`.
+  K3_DEVICE u32 take_copies(u32 n) const {
+    const Me again;
+    ConsumerCounts& at = kept_anew(again);
+    const u32 before = at.copies;
+    __syncwarp();
+    if (again.lane == 0) at.copies = before + n;
+    return before;
+  }
+
   K3_DEVICE void consume(const u32* at, int phase) {
     const ProgramPhase p(at);
     stress(phase);
@@ -253,7 +282,11 @@ struct LaunchBlock {
       stamp(phase, kBegins);
       for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
       stamp(phase, kSlotClean);
-      S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::consume(*this, p, phase); });
+      S::Kinds::visit(p.kind, [&](auto kind) {
+        begin_counting<decltype(kind)>();
+        decltype(kind)::consume(*this, p, phase);
+        end_counting<decltype(kind)>();
+      });
       stamp(phase, kUnitsDone, me.lane == 0);
     } else if (me.thread() == 0) state.received = phase + 1;
   }
@@ -262,36 +295,26 @@ struct LaunchBlock {
 // Kinds of phases must not keep registers of one another's: each begins with a block that the compiler knows nothing of.
 template <class S>
 K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
-  if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::kProgramAt};
+  if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::Pages::kFirst, S::Pages::kFirst};
   __syncwarp();
 #pragma unroll 1
   for (int phase = 0; phase < args.phases; ++phase) {
     LaunchBlock<S> block(smem + unknown_zero());
-    block.counts = block.kept();
-    const u32* words = (const u32*)(block.smem + block.counts.at);
+    const u32 at = block.pages.turned(block.kept().at, block.a.watch, phase);
+    const u32* words = block.pages.words(at);
     __syncwarp();
-    if (block.me.lane == 0) block.kept().at += u32((const u8*)ProgramPhase(words).next() - (const u8*)words);
+    if (block.me.lane == 0) block.kept().began = at, block.kept().at = block.pages.behind(ProgramPhase(words), at);
     block.consume(words, phase);
-    __syncwarp();
-    if (block.me.lane == 0) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
-      ConsumerCounts& kept = ((ConsumerCounts*)(smem + unknown_zero() + S::kCountsAt))[warp_id()];   // found anew, or it spills; on Blackwell this spills
-#else
-      ConsumerCounts& kept = block.kept();
-#endif
-      kept.copies = block.counts.copies, kept.turns = block.counts.turns, kept.expert_turns = block.counts.expert_turns;
-    }
     __syncwarp();
   }
 }
 
 template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
-  LaunchBlock<S> block(smem);
-  block.begin(a);
-  if (warp_id() < kConsumers) launch_consume<S>(a, smem);
-  else if (warp_id() == kJanitor) block.tidy();
-  else block.produce();
+  LaunchBlock<S>(smem).begin(a);
+  if (Me().warp < kConsumers) launch_consume<S>(a, smem);
+  else if (Me().warp == kJanitor) LaunchBlock<S>(smem + unknown_zero()).tidy();   // found anew: not kept from the start
+  else LaunchBlock<S>(smem + unknown_zero()).produce();
   if constexpr (S::kCluster > 1) {
     __syncwarp();
     cluster_arrive(), cluster_wait();   // nobody sends to a block that has ended

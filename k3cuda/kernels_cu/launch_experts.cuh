@@ -16,6 +16,7 @@ struct LaunchExpertUp {
   static constexpr int kTileCopies = kBlockLeaves / kCopyLeaves, kUnitCopies = 2 * kTileCopies;
   static constexpr int kWarpLeaves = min_of(4, kCopyLeaves), kTileWarps = kBlockLeaves / kWarpLeaves, kUnitWarps = 2 * kTileWarps;
   static constexpr int kUnits = kConsumers / kUnitWarps;          // at a time
+  static constexpr LaunchCounting kCounting = kCountsExpertTurns;
   static constexpr int kOwnVectors = kBlockLeaves * kGroups * 4;  // of a row
   static constexpr int x_vectors(int tokens, int) { return tokens * kOwnVectors; }
   static_assert(kUnits > 0 && kUnits * kUnitWarps == kConsumers && kBlockLeaves * kParts == kLeaves, "warps take equal runs of leaves");
@@ -54,8 +55,7 @@ struct LaunchExpertUp {
     const Run run = run_of(list.entries);
     const int group = block.me.warp / kUnitWarps, own = block.me.warp % kUnitWarps, leaf = own % kTileWarps * kWarpLeaves;
     const uint4* x = shared + leaf * kGroups * S::kTokens * 4 + block.me.lane % 4;
-    u32 copy = block.counts.copies + group * kUnitCopies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
-    block.counts.copies += (run.end - run.begin) * kUnitCopies;
+    u32 copy = block.take_copies((run.end - run.begin) * kUnitCopies) + group * kUnitCopies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
     u32& turns = block.counts.expert_turns;
 #pragma unroll 1
     for (int u = run.begin + group; u < run.end; u += kUnits, copy += kUnits * kUnitCopies, ++turns) {
@@ -198,8 +198,9 @@ struct LaunchExpertDown {
     const auto& list = block.choice().list;
     const Own own = own_of(p);
     const int entries = list.entries, each = own.tiles * kLeafBytes;
+    w += own.first * kLeafBytes;
     producer.copies((entries + own.per - 1) / own.per, own.per * each, each, phase, [&](int i) { return min_of(own.per, entries - i * own.per); },
-                    [&](int i, int j) { return w + (size_t(entry_expert(list.entry[i * own.per + j])) * kTiles + own.first) * kLeafBytes; });
+                    [&](int i, int j) { return w + size_t(entry_expert(list.entry[i * own.per + j])) * (kTiles * kLeafBytes); });
   }
 
   template <class Block>
@@ -208,7 +209,7 @@ struct LaunchExpertDown {
     static_assert(S::kMaxItems * 2 * kTileRows <= 2 * S::kPartial, "results of all items fit");
     constexpr int kAll = kConsumers * kWarpSize;
     uint4* shared = block.x();
-    block.template receive<kItemVectors * S::kMaxItems>(p, phase, block.a.rows * S::kTopK, kItemVectors, 0, [&](int item, int k, const uint4& v) {
+    block.template receive<kItemVectors * S::kMaxItems>(p, phase, block.state.live * S::kTopK, kItemVectors, 0, [&](int item, int k, const uint4& v) {
       shared[item * kItemStride + k] = scale_tokens(v);
     });
     block.received(phase);

@@ -3,35 +3,38 @@
 #include "launch_exchange.cuh"
 
 constexpr u32 kNoSlot = 15;
-constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2;
+constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2, kHeadWords = 3;   // words of a phase before its units
 
 // In 16-byte vectors. A field begins at vector `at` of a row of its slot; of the `width` vectors that are made `copies` are written behind one
 // another, as far as `limit` reaches. own: where it begins in a row of the record.
-struct LaunchField { int at, width, limit, copies, own; };
+struct LaunchField { u16 at, width, limit, copies, own; };
 // A field that a phase reads: where it begins in a row, from row to row, how long it is.
-struct LaunchInput { int at, row, vectors; };
+struct LaunchInput { u16 at, row, vectors; };
 // Of a kind of phase. row: of its slot; record_row: of the record; vectors: of the slot, all rows.
 struct LaunchLink {
   LaunchInput in[kMaxInputs];
   LaunchField out[kMaxFields];
-  int row, record_row, vectors;
+  u16 row, record_row;
+  int vectors;
 };
 
 // A phase in a block's program (launch_core.cuh).
 struct ProgramPhase {
   int kind, units;
   const u32* tiles;
-  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), units(at[0] >> 16), tiles(at + 3) {}
-  K3_DEVICE const u32* words() const { return tiles - 3; }
-  K3_DEVICE u32 again(int i) const { return ((volatile const u32*)tiles)[i - 3]; }   // a word that is not kept meanwhile
+  K3_DEVICE ProgramPhase(const u32* at) : kind(at[0] & 255), units(at[0] >> 16), tiles(at + kHeadWords) {}
+  K3_DEVICE const u32* words() const { return tiles - kHeadWords; }
+  K3_DEVICE u32 again(int i) const { return ((volatile const u32*)tiles)[i - kHeadWords]; }   // a word that is not kept meanwhile
   K3_DEVICE int extra() const { return again(0) >> 8 & 255; }
-  K3_DEVICE const u32* next() const { return tiles + units; }
   K3_DEVICE u32 in(int i) const { return again(1) >> 4 * i & 15; }
   K3_DEVICE u32 out() const { return again(1) >> 4 * kMaxInputs & 15; }
   K3_DEVICE u32 clear(int i) const { return again(1) >> 4 * (kMaxInputs + 1 + i) & 15; }   // a slot
   K3_DEVICE int cleared(int i) const { return again(2) >> 8 * (2 + i) & 255; }  // which kind's results lie there
   K3_DEVICE u32 needs() const { return again(2) & 0xffff; }
 };
+
+// Of the counts that go on from phase to phase (ConsumerCounts) what a kind of phase is to find and leave; w1 and w3 take their copies themselves.
+enum LaunchCounting { kCountsNothing, kCountsCopies, kCountsTurns, kCountsExpertTurns };
 
 // All consumers, as a team (WholeBlock in prims.cuh).
 struct Consumers {

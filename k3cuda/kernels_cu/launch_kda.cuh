@@ -70,8 +70,9 @@ struct LaunchKdaRows {
     const int lane = lane_id();
 #pragma unroll 1
     for (int u = 0; u < p.units; ++u) {
-      const int first = p.tiles[u] / kHeads, head = p.tiles[u] % kHeads, slot = a.row_slot[first], channel = head * kDim;
-      if (first > 0 && a.row_slot[first - 1] == slot) continue;
+      const int first = p.tiles[u] / kHeads, head = p.tiles[u] % kHeads, channel = head * kDim;
+      if (first > 0 && a.row_slot[first - 1] == a.row_slot[first]) continue;
+      const int slot = max_of(a.row_slot[first], 0);
       bulk_prefetch(a.state + (size_t(slot) * kHeads + head) * kDim * kDim + lane * kRows, kRows * 4);
       bulk_prefetch(a.f_b + size_t(channel) * kDim + lane * kRows, kRows * 2);
       if (lane < 3) bulk_prefetch((lane == 0 ? a.q_conv : lane == 1 ? a.k_conv : a.v_conv) + channel * kWidth, kDim * kWidth * 4);
@@ -96,8 +97,9 @@ struct LaunchKdaRows {
       }
       const int n = kda_sequence_rows(room.a.row_slot, block.a.rows, first, slot);
       block.counts.copies += S::kTiles;
-      if (block.me.thread() == 0) room.first = first, room.head = head, room.rows = n, room.slot = slot;
-      gates(block, p, phase, room, first, head, slot, n, u);
+      const int state = max_of(slot, 0);   // rows of padding have results too, of anyone's: somebody waits for them
+      if (block.me.thread() == 0) room.first = first, room.head = head, room.rows = n, room.slot = state;
+      gates(block, p, phase, room, first, head, state, n, u);
       recur(Block(block.smem + unknown_zero()), p, phase);   // which finds everything anew: the state wants the registers
     }
   }

@@ -78,6 +78,7 @@ K3_DEVICE uint4 floats_vector(const float* v) { return {exchange_word(v[0]), exc
 //   kSums_, kOut_  rounds that read the prefix sum, or the norm's weights
 template <class S, bool kSums_, bool kOut_>
 struct LaunchMixAhead {
+  static constexpr LaunchCounting kCounting = kCountsNothing;
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block& block, Producer&, const ProgramPhase& p, const u8* w, int) {
     const int closed = kOut_ ? 0 : p.extra() & 15, j = lane_id() - 2;

@@ -8,6 +8,7 @@
 #include "mla_attend.cuh"
 
 struct LaunchInMemory {   // weights don't come through the ring
+  static constexpr LaunchCounting kCounting = kCountsNothing;
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}
 };
@@ -143,6 +144,11 @@ struct LaunchMlaAttend : LaunchInMemory {
   template <class Block>
   static K3_DEVICE void end(const Block& block, const ProgramPhase& p, int phase) {
     const Consumers team;
+#pragma unroll 1
+    for (int row = block.state.live + blockIdx.x; row < block.a.rows; row += blocks_of_grid()) {   // queries of padding: else nobody has waited for them before they are cleared away
+      const uint4* from = block.input(p, 0) + row * block.link(p).in[0].row;
+      receive_vectors<1>(team.thread(), Consumers::kThreads, S::kHeads * S::kDim / 8, block.a.watch, phase, [&](int i) { return from + i; }, [] {}, [](int, const uint4&) {});
+    }
     team.sync();
     block.finished(phase);
     if (team.thread() == 0) {

@@ -157,6 +157,7 @@ struct LaunchProduct {
   typedef In_ In;
   typedef Add_ Add;
   static constexpr int kLeaves = kLeaves_, kSteps = kSteps_, kParts = kParts_;
+  static constexpr LaunchCounting kCounting = kParts > 1 ? kCountsTurns : kCountsCopies;
   static constexpr int kBlockLeaves = kLeaves / kParts, kGroups = kConsumers / kBlockLeaves;   // kGroups units at a time
   static constexpr int kChunkSteps = chunk_steps(kSteps, kSlotBytes / kStepBytes, false), kChunks = kSteps / kChunkSteps;
   static constexpr int kChunkBytes = kChunkSteps * kStepBytes, kCopyLeaves = kChunks > 1 ? 1 : copy_leaves(kBlockLeaves, kChunkBytes, kSlotBytes);

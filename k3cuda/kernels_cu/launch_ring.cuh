@@ -14,7 +14,23 @@ constexpr int kProducer = kConsumers, kJanitor = kConsumers + 1, kLaunchThreads 
 
 // What a wait waits for. `detail` says which copy, vector, round or turn, but is 0 where all registers are taken and a number kept for it would
 // spill: kWaitClean, and kWaitVector of LaunchAdd.
-enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums };
+enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums, kWaitProgram };
+
+// Which thread of the block this is, unknown to the compiler: what follows from it for one kind of phase is not kept
+// through all others.
+struct Me {
+  int warp, lane;
+  K3_DEVICE Me() {
+#ifdef K3_HOST_SHIM
+    const u32 thread = threadIdx.x;
+#else
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#endif
+    warp = thread / kWarpSize, lane = thread % kWarpSize;
+  }
+  K3_DEVICE int thread() const { return warp * kWarpSize + lane; }
+};
 
 // Where a wait that takes too long is written: {LaunchWait, block, warp, phase, detail}, the first one only. `trouble` is the host's memory,
 // which outlives the trap; `failed` is the device's, zero until then.
@@ -24,7 +40,7 @@ struct Watch {
   K3_DEVICE void fail(int what, int phase, u32 detail) const {
     if (atomicCAS(failed, 0u, u32(what)) == 0u) {
       volatile u32* t = trouble;
-      t[0] = what, t[1] = blockIdx.x, t[2] = warp_id(), t[3] = phase, t[4] = detail;
+      t[0] = what, t[1] = blockIdx.x, t[2] = Me().warp, t[3] = phase, t[4] = detail;
 #ifndef K3_HOST_SHIM
       __threadfence_system();
 #endif
@@ -65,10 +81,6 @@ struct Spin {
 #ifdef K3_HOST_SHIM
 inline bool barrier_try(u64* bar, u32 parity) { return ((volatile HostBarrier*)bar)->phase != parity; }
 inline bool barrier_test(u64* bar, u32 parity) { return barrier_try(bar, parity); }
-inline bool inbox_try(u64* bar, u32 parity) {
-  std::lock_guard<std::mutex> alone(shim::cur->b->cluster->sends);
-  return barrier_try(bar, parity);
-}
 inline void barrier_arrive_times(u64* bar, u32 times) { while (times--) barrier_arrive(bar); }
 inline void bulk_prefetch(const void*, u32) {}
 inline void fence_slot() {}
@@ -113,21 +125,7 @@ K3_DEVICE void warps_sync(int id, int threads) {
 }
 #endif
 
-// Which thread of the block this is, and which block of its cluster, unknown to the compiler: what follows from it for one kind of phase is not kept
-// through all others.
-struct Me {
-  int warp, lane;
-  K3_DEVICE Me() {
-#ifdef K3_HOST_SHIM
-    const u32 thread = threadIdx.x;
-#else
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-#endif
-    warp = thread / kWarpSize, lane = thread % kWarpSize;
-  }
-  K3_DEVICE int thread() const { return warp * kWarpSize + lane; }
-};
+// Which block of its cluster this is, unknown to the compiler as in Me.
 K3_DEVICE int my_cluster_rank() {
 #ifdef K3_HOST_SHIM
   return cluster_rank();
@@ -158,11 +156,16 @@ K3_DEVICE int blocks_of_grid() {
 #endif
 }
 
-// What the warps of a block tell each other.
+constexpr int kMaxRows = 8;   // of a launch
+
+// What the warps of a block tell each other, and what they know of the step's rows.
 struct LaunchState {
   volatile u32 received;   // phases whose input this block has read
   volatile u32 cleaned;    // phases whose used-up slots are clean everywhere
   volatile u32 chosen;     // choices of experts that this block has made
+  volatile u32 produced;   // where in shared memory the words of the producer's phase lie
+  int live;                // rows that choose experts: those behind them are padding
+  int place[kMaxRows];     // of a row's among those whose logits are wanted; -1: they are not
 };
 
 template <int kSlots_, int kSlotBytes_>

@@ -21,14 +21,16 @@ from .cuda_draft import CudaDraft
 from .cuda_driver import open_device
 from .cuda_graphs import StepGraphs
 from .cuda_kernels import bucket_of
+from .cuda_launch import StepLaunches, explained
 from .cuda_memory import PageTables, RankMemory, fitting_length
 from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
 from .cuda_upload import upload, upload_draft
 from .drafting import Drafting
 from .kernel_sizes import size_misfits
+from .launch_program import LOOPBACK
 from .loading import Loading
-from .machine import STANDARD
+from .machine import LATENCY_SPECIALIZED, STANDARD
 from .row_check import RowCheck
 from .sampling import Draw, Drawn
 from .step_room import MEMORY_UTILIZATION, slot_pages_of
@@ -51,17 +53,18 @@ class CudaBackend(StepGraphs):
         weights: makes (layer, stage) -> packed device arrays from (plan, source, tp, rank); by default uploads the checkpoint's.
         drafting: a draft model and how it is used; None: no speculation. draft_weights: as `weights` for it, with the rank's own arrays behind.
         loading: how the weights are read. carry, building: as CudaDraft.
+        specialized: steps run in one launch where that is possible (cuda_launch.py), the others as ever.
     Raises:
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
 
-    name, overlaps, drafting, draft = STANDARD, True, None, None
+    name, overlaps, drafting, draft = STANDARD, True, None, None   # name: of the decode backend that was asked for
     most_rows, device_index = MAX_ROWS, 0   # of a step; of the GPUs that are visible
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True, dcp: int = 1,
                  probes: Probes = NO_PROBES, weights=None, loading: Loading | None = None, drafting: Drafting | None = None, draft_weights=upload_draft,
-                 carry=None, building=nullcontext):
+                 carry=None, building=nullcontext, specialized: bool = False):
         check_room(source.cfg, max_batch, max_model_len)
         if kv_cache_dtype not in _KV_DTYPES:
             raise ConfigError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown here", f"use {', '.join(_KV_DTYPES)}")
@@ -75,8 +78,9 @@ class CudaBackend(StepGraphs):
         super().__init__(build_plan(self.cfg, tp, drafting and drafting.taps, dcp), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
         self.dcp, self.page_tokens = dcp, page_tokens(dcp)
         self.tp, self.num_slots, self.max_rows, self.drafting = tp, max_batch, self.most_rows, drafting
+        self.name = LATENCY_SPECIALIZED if specialized else STANDARD
         self.overlaps = self.overlaps and drafting is None   # what is drafted next depends on the tokens of this step
-        self.ranks = "virtual" if only_rank is None else "loopback"
+        self.ranks = "virtual" if only_rank is None else LOOPBACK
         owned = list(range(tp)) if only_rank is None else [only_rank]
         self._owned, self._utilization, self._limit = owned, memory_utilization, memory_limit
         if weights is None:
@@ -110,7 +114,7 @@ class CudaBackend(StepGraphs):
         self.memories = [RankMemory(self.plan, self.num_slots, self.num_pages, slot_pages, self.kv_cache_dtype) for _ in self._owned]
         for memory, arrays in zip(self.memories, self._weights):
             memory.weights = arrays
-        self._steps = [m.step_struct(r, self.memories, self.ranks == "loopback") for m, r in zip(self.memories, self._owned)]
+        self._steps = [m.step_struct(r, self.memories, self.ranks == LOOPBACK) for m, r in zip(self.memories, self._owned)]
         self.trace = TraceMemory(self._steps, self.plan) if self.probes.trace else None
         self._page_tables = PageTables(self.memories)
         draft_ids = 0
@@ -120,12 +124,17 @@ class CudaBackend(StepGraphs):
             draft_ids = self.draft.memories[0].buffer("draft_ids").data.ptr
         self._io = StepIO(self.memories, self.device.arch, self.stream, draft_ids)
         self._check = RowCheck(self.num_slots, self.max_model_len, self.max_rows)
+        if self.name == LATENCY_SPECIALIZED:
+            self.step_launches = StepLaunches(self.plan, self.memories[0], self.device, self._raw_stream, self.kv_cache_dtype, self.ranks, self.probes, self._loading)
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
 
     def _unbind(self) -> None:
         """Drops all that holds addresses of the cache, and then its memory."""
         self.stream.synchronize()
         self._graphs.clear()
+        if self.step_launches is not None:
+            self.step_launches.close()
+            self.step_launches = None
         if self._io is not None:
             self._io.close()
         if self._accept is not None:
@@ -141,6 +150,7 @@ class CudaBackend(StepGraphs):
     def max_logits(self) -> int:
         return self.memories[0].dims["head_rows"]
 
+    @explained()
     def open_slot(self, slot: int, pages) -> None:
         self._after_caller()
         for memory in self.memories:
@@ -150,6 +160,7 @@ class CudaBackend(StepGraphs):
             self.draft.open_slot(slot, pages)
         self._check.open(slot)
 
+    @explained()
     def copy_slot(self, source: int, target: int, pages) -> None:
         used = -(-self._check.copy(source, target) // self.page_tokens)
         copied = [(old, new) for old, new in zip(self._page_tables.pages(source, used), pages) if old != new]
@@ -160,13 +171,25 @@ class CudaBackend(StepGraphs):
             self.draft.copy_slot(source, target, copied, pages)
         self._page_tables.set(target, pages, self.stream)
 
+    @explained()
     def step(self, rows: StepRows) -> None:
         self._check.step(rows)
         self._after_caller()
         self.write(**inputs_of(rows))
-        self.replay("step", bucket_of(len(rows)))
-        self.counts.steps[self.name] += 1
+        self._run("step", rows)
 
+    def _run(self, what: str, rows: StepRows, half: Half | None = None) -> None:
+        """Replays a step or a whole launch in the way that is chosen for it, and counts it."""
+        bucket, single = bucket_of(len(rows)), {}
+        if self.step_launches is not None:
+            if reason := self.step_launches.declines(bucket):
+                self.counts.reasons[reason] += 1
+            else:
+                single = {"single": True}
+        self.replay(what, bucket, half, **single)
+        self.counts.steps[LATENCY_SPECIALIZED if single else STANDARD] += 1
+
+    @explained()
     def logits(self) -> np.ndarray:
         rows = len(self._check.rows.logit_rows)
         out = np.empty((rows, self.cfg.vocab_size), np.float32)
@@ -185,6 +208,7 @@ class CudaBackend(StepGraphs):
         out.data.copy_from_device_async(self.memories[0].buffer("logits").data, out.nbytes, current)
         self.stream.wait_event(current.record())
 
+    @explained()
     def buffer(self, name: str, rank: int = 0) -> cupy.ndarray:
         entry = check_buffer(name, rank, len(self.memories))
         targets = [m.target for op in self.plan.ops for m in op.stage.moves if self.ride and m.source == name]
@@ -195,12 +219,14 @@ class CudaBackend(StepGraphs):
         array = self.memories[rank].buffer(name)
         return array.view(ml_dtypes.bfloat16) if entry.dtype == "bf16" or (entry.dtype == "kv" and self.kv_cache_dtype == "bf16") else array
 
+    @explained()
     def sample(self, draws: Sequence[Draw]) -> list[Drawn]:
         slots, half = self._check.draws(len(draws)), self._io.next_half()
         refused = self._io.fill_draws(half, draws, slots)
         self._io.sample(half, bucket_of(max(len(draws), 1)))
         return self._pending(half, draws, slots, refused).drawn()
 
+    @explained()
     def commit(self, accepted: np.ndarray) -> None:
         self._check.commit(accepted)
         if not accepted.all():   # `step` takes all of them for accepted
@@ -218,6 +244,7 @@ class CudaBackend(StepGraphs):
         self._check.logits(sum(len(j.draws) for j in judges))
         return self._accept.accept(judges)
 
+    @explained()
     def launch(self, rows: StepRows, draws: Sequence[Draw]) -> CudaPending:
         self._check.step(rows)
         self._after_caller()
@@ -228,12 +255,11 @@ class CudaBackend(StepGraphs):
         self._io.set(**inputs_of(rows))
         self._io.fill(half)
         refused = self._io.fill_draws(half, draws, slots)
-        self.replay("launch", bucket_of(len(rows)), half)
+        self._run("launch", rows, half)
         accepted = np.ones(len(rows), bool)
         self._check.commit(accepted)
         if self.draft:
             self.draft.commit(rows, accepted)
-        self.counts.steps[self.name] += 1
         return self._pending(half, draws, slots, refused)
 
     def _pending(self, half: Half, draws: Sequence[Draw], slots: list[int], refused: dict[int, str]) -> CudaPending:
@@ -250,6 +276,8 @@ class CudaBackend(StepGraphs):
         return CudaPending(half, draws, self.cfg.vocab_size, on_host)
 
     def close(self) -> None:
+        if self.step_launches is not None and self.step_launches.failure():
+            return   # the context is gone, and all memory with it
         self._unbind()
         self.close_kernels()
         if self.draft:

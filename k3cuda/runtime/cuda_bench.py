@@ -8,6 +8,7 @@ import ctypes
 import logging
 import statistics
 import time
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..config import DECODE_ROWS, K3Config
 from ..emit import NO_PROBES, Probes, follows_collective
-from ..errors import BenchmarkError, OutOfMemory
+from ..errors import BenchmarkError, CompileError, OutOfMemory, PlanError
 from ..plan import Op, build_plan
 from .cuda_backend import CudaBackend
 from .cuda_bench_checks import check_experts, check_step, check_time, other_bucket, same_step
@@ -26,6 +27,8 @@ from .cuda_kernels import bucket_of, compile_bucket, side_by_side
 from .cuda_synthetic import Filler, synthetic_draft, synthetic_weights
 from .cuda_timing import Timer
 from .drafting import Drafting
+from .launch_program import BUCKETS, compile_launch
+from .machine import STANDARD
 from .step_bytes import StepBytes
 
 log = logging.getLogger("k3cuda")
@@ -42,12 +45,17 @@ class StepBench:
     Args:
         kv_cache_dtype: "bf16" or "fp8_e4m3".
         drafting: a made draft beside it, whose weights are made on the device too; None: no draft.
+        specialized: steps run in one launch where they can.
 
+    Attributes:
+        single: whether the placed step is one launch. declined: why it is not, though that was asked for.
     Raises OutOfMemory: the weights do not fit.
     """
 
-    def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str, drafting: Drafting | None = None):
-        self.cfg, self.tp, self.rank, self.kv_cache_dtype = cfg, tp, rank, kv_cache_dtype
+    single, declined = False, None
+
+    def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str, drafting: Drafting | None = None, specialized: bool = False):
+        self.cfg, self.tp, self.rank, self.kv_cache_dtype, self.specialized = cfg, tp, rank, kv_cache_dtype, specialized
         self.device = open_device(0)
         self.filler, timer = Filler(self.device.arch), Timer(self.device.arch)
         self.cycles_a_us = timer.cycles_a_us
@@ -73,9 +81,14 @@ class StepBench:
     def compile(self, rows, probes=(NO_PROBES,), more=()) -> None:
         """Kernels for steps of so many rows and for their checks, and the buckets `more`, all side by side."""
         buckets, start = {b for n in rows for b in (bucket_of(n), other_bucket(n)[0])} | set(more), time.perf_counter()
-        side_by_side([partial(compile_bucket, self._plan, b, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=p)
-                      for p in probes for b in buckets])
+        launches = {bucket_of(n) for n in rows} & set(BUCKETS) if self.specialized else ()
+        side_by_side([partial(self._launch_ahead, b) for b in launches]
+                     + [partial(compile_bucket, self._plan, b, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=p) for p in probes for b in buckets])
         log.info("kernels compiled in %.1f s", time.perf_counter() - start)
+
+    def _launch_ahead(self, bucket: int) -> None:
+        with suppress(PlanError, CompileError):   # which a step in one launch gives as its reason
+            compile_launch(self._plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms)
 
     def open(self, sequences: int, max_model_len: int, probes: Probes = NO_PROBES) -> None:
         """Room for so many sequences of so many tokens, with random caches and states. Raises OutOfMemory where it does not fit."""
@@ -90,7 +103,7 @@ class StepBench:
         self.backend = be = CudaBackend(
             self.source, self.tp, only_rank=self.rank if self.tp > 1 else None, max_batch=sequences, max_model_len=max_model_len,
             kv_cache_dtype=self.kv_cache_dtype, probes=probes, weights=lambda *_: self._weights, drafting=self.drafting,
-            draft_weights=partial(synthetic_draft, arch=self.device.arch))
+            draft_weights=partial(synthetic_draft, arch=self.device.arch), specialized=self.specialized)
         self.timer, self.memory = Timer(self.device.arch, be.stream), be.memories[0]
         self.pages_a_slot = be.num_pages // be.num_slots
         for slot in range(sequences):
@@ -115,28 +128,32 @@ class StepBench:
         own = self.cfg.vocab_size // self.tp   # the only part of the vocabulary whose rows are here
         first = context - rows_each
         self.rows, self.sequences, self.rows_each, self.context = n, sequences, rows_each, context
+        self.declined = self.backend.step_launches.declines(bucket_of(n)) if self.specialized else None
+        self.single = self.specialized and not self.declined
         self.backend.write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
                             row_position=np.tile(np.arange(first, context), sequences), logit_rows=np.arange(n)[-DECODE_ROWS:], row_accepted=np.ones(n))
 
     def step(self, walk: bool = False) -> dict:
         """Milliseconds of the placed step with its commit (median), beside the floor of the bytes that it must read.
 
+        A step in one launch is checked against the standard path's kernels, whose choice of experts is its own, too.
+
         Args:
-            walk: also compares sampled layers, operation by operation, with the reference.
+            walk: also compares sampled layers, operation by operation, with the reference, where the step has operations.
         Raises BenchmarkError: a check failed, see cuda_bench_checks.py.
         """
         be, bucket = self.backend, bucket_of(self.rows)
         self.restore()   # a step before this one left its commit
         experts = self.count_experts()
         check_experts(self, experts)
-        checks, before = check_step(self, walk), self.outputs()
+        checks, before = check_step(self, walk and not self.single), self.outputs()
         seconds = [self._timed_step(bucket) for _ in range(WARM + REPEATS)][WARM:]
         same_step(self.outputs(), before, "the last timed step")
         nbytes = self.bytes(experts).floor()
         ms, floor = statistics.median(seconds) * 1e3, nbytes / self.ceiling * 1e3
         check_time(ms, floor)
         hops = sum(follows_collective(op.stage) for op in be.plan.ops) if be.probes.hop_cycles else 0
-        return {"decode_backend": be.name, "rows": self.rows, "sequences": self.sequences, "tp": self.tp, "rank": self.rank,
+        return {"decode_backend": be.name if self.single else STANDARD, "declined": self.declined, "rows": self.rows, "sequences": self.sequences, "tp": self.tp, "rank": self.rank,
                 "context": self.context, "kv_cache_dtype": be.kv_cache_dtype, "ms": round(ms, 4), "ms_min": round(min(seconds) * 1e3, 4),
                 "rows_a_second": round(self.rows / ms * 1e3, 1), "floor_ms": round(floor, 4), "floor_bytes": round(nbytes), "ratio_to_floor": round(ms / floor, 3),
                 "us_a_layer": round(ms * 1e3 / self.cfg.num_hidden_layers, 2), "ceiling_tb_s": round(self.ceiling / 1e12, 3),
@@ -196,13 +213,13 @@ class StepBench:
 
     def replay(self) -> dict[str, np.ndarray]:
         """`outputs` of the placed step, run as it is timed; states stay."""
-        self.backend.replay("step", bucket_of(self.rows))
+        self.backend.replay("step", bucket_of(self.rows), single=self.single)
         return self.outputs()
 
     def outputs(self) -> dict[str, np.ndarray]:
-        """What the last step left: logits, and the experts of its last layer."""
+        """What the last step left: logits, and the experts of its last layer, which one launch keeps to itself."""
         self.backend.stream.synchronize()
-        return {name: self.memory.buffer(name)[:self.rows].get() for name in ("logits", "expert_ids")}
+        return {name: self.memory.buffer(name)[:self.rows].get() for name in ("logits", "expert_ids")[:1 if self.single else 2]}
 
     def restore(self) -> None:
         """States as they were before any commit."""
@@ -212,4 +229,4 @@ class StepBench:
     def _timed_step(self, bucket: int) -> float:
         self.restore()
         be = self.backend
-        return self.timer.once(lambda: (be.replay("step", bucket), be.replay("commit", bucket)))
+        return self.timer.once(lambda: (be.replay("step", bucket, single=self.single), be.replay("commit", bucket)))

@@ -1,6 +1,8 @@
 """What a timed step must pass before its time means anything. Each failure is a BenchmarkError; docs/performance.md lists the checks."""
+import cupy
 import numpy as np
 
+from ..buffers import BUFFERS
 from ..buffers import BY_NAME as BUFFER
 from ..config import PAGE_SIZE
 from ..dataflow import layer_kinds
@@ -11,6 +13,7 @@ from .cuda_compare import Compare, launch_groups
 from .cuda_kernels import DECODE_BUCKETS, bucket_of
 
 WAY_OUT = "this is a bug: report the command"
+RECORDS = tuple(b.name for b in BUFFERS if b.life == "record" and b.is_layered)
 SPREAD = 1e-3   # standard deviation that logits of a step have at least, were they made from random weights
 
 
@@ -45,8 +48,13 @@ def other_bucket(rows: int) -> tuple[int, int]:
 
 def check_step(bench, walk: bool) -> dict:
     """Checks the placed step of a StepBench and leaves it as it was; what was checked, for the result."""
-    placed = (bench.sequences, bench.rows_each, bench.context)
+    placed, single = (bench.sequences, bench.rows_each, bench.context), bench.single
+    if single:
+        poison(bench)
+        bench.memory.buffer("mla_cache")[cache_rows(bench)] = 0xFF   # no token's, and to be written over
+        cupy.cuda.get_current_stream().synchronize()
     want = bench.replay()
+    kept = left(bench) if single else {}
     logits = want["logits"]
     if not np.isfinite(logits).all() or logits.std() < SPREAD:
         raise BenchmarkError(f"the step's logits are not numbers of a model (standard deviation {logits.std():.3g})", WAY_OUT)
@@ -59,6 +67,7 @@ def check_step(bench, walk: bool) -> dict:
         for launch in launches:
             launch.launch()
     same_step(bench.outputs(), want, f"kernel by kernel in the bucket of {bucket}", rows)
+    same_step(left(bench) if single else {}, kept, "what a step leaves to its commit and to later steps, kernel by kernel", rows)
 
     bench.place(*placed, seed=6)
     other = bench.replay()["logits"]
@@ -68,6 +77,8 @@ def check_step(bench, walk: bool) -> dict:
     same_step(bench.replay(), want, "behind a step of other tokens, whose values lie in every exchange buffer")
 
     found = {"finite": True, "same_bytes_in_bucket": bucket, "same_bytes_rows": rows, "stale_exchange_buffers": True}
+    if single:   # behind it no buffer of a stage has been written
+        return found | {"same_bytes_left": sorted(kept)}
     if bench.tp > 1:
         found["parts_read"] = check_places(bench)
         found["copies_written"] = found["parts_read"] - 1
@@ -81,6 +92,20 @@ def poison(bench) -> None:
     be, memory = bench.backend, bench.memory
     start, stop = be._io.input_bytes, memory.offsets["expert_list"]   # behind it lies what kernels keep for themselves
     (memory.arena.data + start).memset_async(0xFF, stop - start, be.stream)
+
+
+def cache_rows(bench) -> tuple:
+    """Index of the cache rows that the placed step writes."""
+    positions = np.tile(np.arange(bench.context - bench.rows_each, bench.context), bench.sequences)
+    pages = np.repeat(np.arange(bench.sequences), bench.rows_each) * bench.pages_a_slot + positions // PAGE_SIZE
+    return slice(None), cupy.asarray(pages), cupy.asarray(positions % PAGE_SIZE)
+
+
+def left(bench) -> dict[str, np.ndarray]:
+    """[rows, words] of the records that a commit reads, and of new cache rows, of all layers."""
+    bench.backend.stream.synchronize()
+    found = {name: bench.memory.buffer(name)[:, :bench.rows].get() for name in RECORDS} | {"mla_cache": bench.memory.buffer("mla_cache")[cache_rows(bench)].get()}
+    return {name: np.ascontiguousarray(np.moveaxis(array, 1, 0)).reshape(bench.rows, -1).view(np.uint32) for name, array in found.items()}
 
 
 def check_places(bench) -> int:

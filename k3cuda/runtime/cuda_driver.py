@@ -9,8 +9,9 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
-from ..errors import DeviceError
+from ..errors import DeviceError, K3Error
 from .machine import architecture, gpu_problem, old_driver, probe_driver
 
 
@@ -38,11 +39,17 @@ def driver():
     return cu
 
 
+# Asked when a call of the driver has failed: each gives an error that says more than the driver does, or None.
+explanations: list[Callable[[], K3Error | None]] = []
+
+
 def check(result):
-    """The values of a driver call; a DeviceError with the call's own words if it failed."""
+    """The values of a driver call; if it failed, what one of `explanations` knows, or a DeviceError with the call's own words."""
     cu = driver()
     code, *values = result
     if code != cu.CUresult.CUDA_SUCCESS:
+        for error in filter(None, (ask() for ask in explanations)):
+            raise error
         raise DeviceError(f"{code.name}: {cu.cuGetErrorString(code)[1].decode()}")
     return values[0] if len(values) == 1 else tuple(values)
 

@@ -3,6 +3,7 @@ from ..emit import Probes, launches_of
 from ..plan import Op, Plan
 from .cuda_driver import Device, Launch
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
+from .cuda_launch import StepLaunches
 from .cuda_memory import RankMemory
 from .cuda_step_io import Half, StepIO
 from .cuda_trace import TraceMemory
@@ -21,6 +22,7 @@ class StepGraphs:
     _steps: list                 # their `struct Step`
     _io: StepIO
     trace: TraceMemory | None
+    step_launches: StepLaunches | None = None   # steps in one launch
 
     def __init__(self, plan: Plan, device: Device, stream, kv_cache_dtype: str, ride: bool, probes: Probes, loading: Loading):
         self.plan, self.device, self.stream, self.kv_cache_dtype, self.ride, self.probes = plan, device, stream, kv_cache_dtype, ride, probes
@@ -59,16 +61,27 @@ class StepGraphs:
                 out.append((op, group))
         return out
 
-    def _whole(self, bucket: int, half: Half) -> list[tuple[Op | None, list[Launch]]]:
+    def _single(self, bucket: int) -> list[tuple[None, list[Launch]]]:
+        """In the place of `launches` of a step: one, under which nothing begins, and which begins under nothing."""
+        return [(None, [self.step_launches.launch(bucket)])]
+
+    def _whole(self, bucket: int, half: Half, single: bool = False) -> list[tuple[Op | None, list[Launch]]]:
         """Load, step, commit and draw; what stands around a step is no operation."""
         draw = [] if self._io.no_sampler else [self._io.sample_launch(half, min(bucket, self._io.head_rows), dependent=True)]
-        return [(None, [self._io.load_launch(half)]), *self.launches("step", bucket, follows=True), *self.launches("commit", bucket, follows=True), (None, draw)]
+        step = self._single(bucket) if single else self.launches("step", bucket, follows=True)
+        return [(None, [self._io.load_launch(half)]), *step, *self.launches("commit", bucket, follows=not single), (None, draw)]
 
-    def graph(self, what: str, bucket: int, half: Half | None = None):
-        """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use."""
-        key = (what, bucket) if half is None else (what, bucket, half.index)
+    def graph(self, what: str, bucket: int, half: Half | None = None, single: bool = False):
+        """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use.
+
+        `single`: the step is one launch, else stage by stage.
+        """
+        key = (what, bucket, half and half.index, single)
         if key not in self._graphs:
-            launches = self.launches(what, bucket) if half is None else self._whole(bucket, half)
+            if half is not None:
+                launches = self._whole(bucket, half, single)
+            else:
+                launches = self._single(bucket) if single else self.launches(what, bucket)
             with self._loading.phase("capture"), self.stream:
                 self.stream.begin_capture()
                 for _, group in launches:
@@ -78,9 +91,9 @@ class StepGraphs:
             self._graphs[key] = graph, launches
         return self._graphs[key]
 
-    def replay(self, what: str, bucket: int, half: Half | None = None) -> None:
+    def replay(self, what: str, bucket: int, half: Half | None = None, single: bool = False) -> None:
         """Launches what `graph` gives, behind all that was launched before. Waits for nothing."""
-        graph, launches = self.graph(what, bucket, half)
+        graph, launches = self.graph(what, bucket, half, single)
         if self.trace and what == "step":
             self.trace.names = [(launch.kernel, op.layer) for op, group in launches for launch in group]
         graph.launch(self.stream)

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from ..config import DECODE_ROWS, token_ids
 from ..context_split import check_dcp
 from ..draft_config import misfits
-from ..errors import CheckpointError, ConfigError, DeviceError, K3Error, UsageError
+from ..errors import CheckpointError, ConfigError, K3Error, UsageError
 from .backend import Backend
-from .block_reader import AUTO, MODES
+from .block_reader import AUTO as AUTO_MODE
+from .block_reader import MODES
 from .draft_checkpoint import DraftCheckpoint, DraftTensors
 from .downloads import check_is_here
 from .drafting import SYNTHETIC, Drafting, check_options
 from .launch import Launch
 from .loading import Loading
-from .machine import COLLECTIVES, DECODE_BACKENDS, NCCL, NOT_BUILT, PEER, REFERENCE, STANDARD, probe_driver
+from .machine import AUTO, COLLECTIVES, DECODE_BACKENDS, LATENCY_SPECIALIZED, NCCL, NOT_AUTO, ON_GPU, PEER, REFERENCE, STANDARD, probe_driver
 from .rank_job import Job, open_job
 from .rendezvous import TIMEOUT_S
 from .repack_manifest import default_tp
@@ -50,8 +51,8 @@ class Model:
     loading: Loading | None = None
 
 
-def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None, kv_cache_dtype="auto",
-               activation_dtype="f32", prefix_cache=0, load_mode=AUTO, load_progress=None, ranks="auto", collectives=NCCL, rendezvous_timeout=TIMEOUT_S,
+def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend=AUTO, max_model_len=None, max_batch=None, kv_cache_dtype="auto",
+               activation_dtype="f32", prefix_cache=0, load_mode=AUTO_MODE, load_progress=None, ranks="auto", collectives=NCCL, rendezvous_timeout=TIMEOUT_S,
                place: Launch | None = None, **drafting) -> Model:
     """Arguments and errors of `k3cuda.LLM`; `drafting` are options of drafting.py by name, None where they are left open. An open Model is returned as it is.
 
@@ -69,7 +70,7 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto"
             chosen = _choose_backend(decode_backend, activation_dtype, job)
             kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
             activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
-            if choice("collectives", collectives, COLLECTIVES) == PEER and not (job and chosen == STANDARD):
+            if choice("collectives", collectives, COLLECTIVES) == PEER and not (job and chosen in ON_GPU):
                 why = f"decode_backend {chosen!r}" if job else "all ranks in one process"
                 raise UsageError(f"collectives: found {PEER!r} with {why}, where nothing crosses GPUs",
                                  f"leave it out, or use decode_backend {STANDARD!r} with ranks 'processes'")
@@ -96,7 +97,7 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend="auto"
         if job:
             backend = _in_job(job, checkpoint, chosen, options, activation_dtype, drafting, collectives)
         else:
-            backend = _cuda(checkpoint, options, drafting) if chosen == STANDARD else _reference(checkpoint, options, activation_dtype, drafting)
+            backend = _reference(checkpoint, options, activation_dtype, drafting) if chosen == REFERENCE else _cuda(checkpoint, options | _specialized(chosen), drafting)
     finally:
         for opened, its in ((checkpoint, model), (draft, draft_model)):
             if opened is not None and opened is not its:
@@ -136,13 +137,13 @@ def choice(name: str, value, names: tuple[str, ...]) -> str:
 
 
 def _choose_backend(decode_backend, activation_dtype, job: Job | None) -> str:
-    """REFERENCE or STANDARD. `auto` is the reference until the CUDA path is the faster one by measurement."""
-    name = choice("decode_backend", decode_backend, ("auto", *DECODE_BACKENDS))
-    if name == "auto":
+    """One of DECODE_BACKENDS. `auto` is the reference, whatever GPU there is; machine.py says why it is no other one."""
+    name = choice("decode_backend", decode_backend, (AUTO, *DECODE_BACKENDS))
+    if name == AUTO:
+        for other, why in NOT_AUTO.items():
+            log.info("decode_backend %s is %s, not %s: %s", AUTO, REFERENCE, other, why)
         return REFERENCE
-    if name in NOT_BUILT:
-        raise DeviceError(f"decode_backend {name!r} is {NOT_BUILT[name]}", f"use {REFERENCE!r} or 'auto', which run on the CPU")
-    if name == STANDARD:
+    if name in ON_GPU:
         if activation_dtype != "f32":
             raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {name!r} has its own precisions", "leave it out")
         from .cuda_driver import require_gpu
@@ -162,14 +163,14 @@ def _reference(checkpoint, options: dict, activation_dtype: str, drafting: Draft
 def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: str, drafting: Drafting | None, collectives: str) -> Backend:
     job.meet()
     options["loading"] = job.share(options["loading"])
-    if chosen == STANDARD:
+    if chosen in ON_GPU:
         from .cuda_driver import open_device
         from .cuda_rank import CudaRank
 
         def on_gpu(*_):
             open_device(job.device)
             return CudaRank(checkpoint, job.communicator(), job.device, job.building, collectives, drafting=drafting,
-                            **{name: value for name, value in options.items() if name != "tp"})
+                            **{name: value for name, value in (options | _specialized(chosen)).items() if name != "tp"})
 
         return job.load(on_gpu)
     from .numpy_backend import NumpyBackend, fitting_length
@@ -177,6 +178,11 @@ def _in_job(job: Job, checkpoint, chosen: str, options: dict, activation_dtype: 
     return job.load(lambda collectives, length: NumpyBackend(checkpoint, activation_dtype=activation_dtype, drafting=drafting, collectives=collectives,
                                                              **options | {"max_model_len": length}),
                     lambda: fitting_length(checkpoint.cfg, options["max_batch"], options["max_model_len"], drafting, options["dcp"]))
+
+
+def _specialized(chosen: str) -> dict:
+    """What it adds to the options of a backend on a GPU."""
+    return {"specialized": True} if chosen == LATENCY_SPECIALIZED else {}
 
 
 def _cuda(checkpoint, options: dict, drafting: Drafting | None) -> Backend:

@@ -9,7 +9,8 @@ from ..plan import Plan
 from ..tables import tables_of
 
 MLA_CHUNKS = ((256, 8192), (512, 65536), (1024, None))  # mla_work.cuh: positions of a chunk, and where chunks of that length end
-# What no table counts: kernels and graphs of every bucket, tables of the copy engine, and memory lost where allocations are rounded up.
+# What no table counts: kernels and graphs of every bucket, tables of the copy engine, what steps in one launch exchange (at most 50 MB at TP16), and memory
+# lost where allocations are rounded up.
 KERNEL_BYTES = 512 << 20
 MEMORY_UTILIZATION = 0.92   # part of a GPU's memory that is used, unless a caller says otherwise
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from k3cuda.launch_operands import KdaMix
 from k3cuda.runtime import cuda_driver, cuda_jit
 
 try:
@@ -23,9 +24,6 @@ def struct(name, **fields):
     return type(name, (ctypes.Structure,), {"_fields_": [(f, kinds[k]) for f, k in fields.items()]})
 
 
-KdaMix = struct("KdaMix", row_slot="p", rows="i", heads="i", qkv="p", f_a="p", beta="p", out_gate="p", state="p", conv_state="p", f_b="p",
-                a_log="p", dt_bias="p", q_conv="p", k_conv="p", v_conv="p", o_norm="p", k="p", v="p", decay="p", out="p",
-                lower_bound="f", l2_eps="f", eps="f")
 KdaWork = struct("KdaWork", rows="p", v="p", o="p")
 KdaCommit = struct("KdaCommit", row_slot="p", row_accepted="p", rows="i", heads="i", slots="i", record_rows="i", qkv="p", k="p", v="p",
                    decay="p", beta="p", state="p", conv_state="p")

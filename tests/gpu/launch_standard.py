@@ -8,10 +8,11 @@ import numpy as np
 
 from k3cuda import launch_kinds as lk
 from k3cuda import launch_source as ls
-from k3cuda.block_program import BlockProgram
+from k3cuda.block_program import HEAD_WORDS, BlockProgram
 from k3cuda.emit_sizes import MAX_SHARED
 from k3cuda.launch_mixes import OUT, SUMS, Mix
 from k3cuda.launch_mla import HeadProduct, NormedProduct
+from k3cuda.launch_step import Embed, PartsSum
 from k3cuda.phases import MIX_SLICES
 
 NOT_THERE = 0x80008000   # kNotThere of launch_exchange.cuh
@@ -61,6 +62,24 @@ def stored(values, dtype):
     return bits
 
 
+def left_out(program: BlockProgram, block: int, phase: int) -> np.ndarray:
+    """The words of a program of which a block leaves out its last unit of a phase."""
+    words, at = program.words.copy(), program.places(block)[phase]
+    units, end = int(words[block, at]) >> 16, (at // program.page + 1) * program.page
+    assert units
+    words[block, at] -= 1 << 16
+    words[block, at + HEAD_WORDS + units - 1:end - 1] = words[block, at + HEAD_WORDS + units:end]
+    return words
+
+
+def parts_sum(parts, count: int) -> np.ndarray:
+    """F32 [rows, n] of the ranks' parts [rows, count n], neighbours first."""
+    parts = list(parts.reshape(len(parts), count, -1).transpose(1, 0, 2))
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2])]
+    return parts[0]
+
+
 class Standard:
     """Kernels of the standard path for the kinds of a program."""
 
@@ -107,7 +126,7 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
         """The stage's, and in how many blocks a head is."""
         return (ck.kda_mix(2, 2, 256), 2) if self.clusters else (ck.kda_mix(1, 4, 512), 1)
 
-    def walk(self, device, record, weights, first, hidden, blocks, mixes, choices, kdas, mlas=None):
+    def walk(self, device, record, weights, first, hidden, blocks, mixes, choices, kdas, mlas=None, embedded=None):
         """Every phase from what the launch recorded. Yields (phase, name, differing values, values) of those that have a kernel here.
 
         Args:
@@ -115,11 +134,12 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
             first: the launch's input, as words [rows, n]. hidden, blocks: before the launch, F32; afterwards as they must be.
             mixes: (name of a mix, layer) -> (score F32 [n], norm weight BF16 bits [n]). choices: layer -> LaunchChoice, where they are forced.
             kdas: layer -> KdaLayer, with the records of the launch. mlas: layer -> MlaLayer, whose `after` is the cache behind it.
+            embedded: Embed -> BF16 bits [rows, n] of the embedding.
         """
         p, self.joined = self.program, {}
         self.device, self.record, self.first, self.choices = device, record, first, dict(choices)
         self.hidden, self.blocks, self.mixes, self.kdas = hidden, blocks, mixes, kdas
-        self.mlas = mlas or {}
+        self.mlas, self.embedded = mlas or {}, embedded
         for phase, (kind, layer) in enumerate(p.weights):
             k = p.kinds[kind]
             want = self._phase(phase, k, layer, weights.get((kind, layer)))
@@ -160,6 +180,11 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
         rows, (situ, scale, eps) = self.program.rows, self.scalars
         if isinstance(k, lk.ForcedChoice):
             return None
+        if isinstance(k, Embed):
+            self.hidden[:rows] = 0
+            return [stored(of_bf16(self.embedded(k)) * np.float32(k.rank_parts), "f32")]
+        if isinstance(k, PartsSum):
+            return [stored(parts_sum(self.read(phase, 0), k.rank_parts), "f32")]
         if isinstance(k, (*mla.IN_MEMORY, NormedProduct, HeadProduct)):
             return self.mla.phase(phase, k, layer, weights, Struct)
         if isinstance(k, lk.Product) and k.norm:
@@ -192,10 +217,7 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
     def product(self, k, weights, x, phase):
         y = self.multiplied(k, weights, x, k.outputs)
         if k.adds:   # as the stage's epilogue does: neighbours first
-            parts = list(self.read(phase, len(k.reads) - 1).reshape(len(y), k.adds, -1).transpose(1, 0, 2))
-            while len(parts) > 1:
-                parts = [a + b for a, b in zip(parts[::2], parts[1::2])]
-            y = y + parts[0]
+            y = y + parts_sum(self.read(phase, len(k.reads) - 1), k.adds)
         ends = [*(16 * first for first in k.firsts[1:]), k.outputs]
         return [stored(y[:, 16 * first:end][:, :f.width], f.dtype) for f, first, end in zip(k.fields, k.firsts, ends)]
 

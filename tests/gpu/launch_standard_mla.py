@@ -4,14 +4,15 @@ import numpy as np
 
 from k3cuda.config import MLA_NORM_EPS
 from k3cuda.launch_mla import CACHES, HeadProduct, MlaAttend, MlaCombine, MlaNorm, NormedProduct
+from k3cuda.launch_operands import LaunchMla
+from k3cuda.launch_operands import MlaAttend as Attend
+from k3cuda.launch_operands import MlaWrite as Write
 from k3cuda.weights import tree_leaves
 
 IN_MEMORY = (MlaNorm, MlaAttend, MlaCombine)   # kinds whose weights are a LaunchMla
 PAGE, WRITE_THREADS = 64, 512
 ROWS = {"row_slot": "p", "row_position": "p", "page_table": "p", "slot_pages": "i", "rows": "i"}
-Attend = ck.struct("MlaAttend", **ROWS, query="p", map="p", first="i", score_scale="f", cache_scale="f", partial="p", top_sum="p", next="p", out="p")
 Combine = ck.struct("MlaCombine", **ROWS, partial="p", top_sum="p", cache_scale="f", next="p", out="p")
-Write = ck.struct("MlaWrite", **ROWS, query="p", latent="p", query_norm="p", latent_norm="p", query_out="p", cache="p", cache_scale="f", eps="f")
 
 
 class MlaLayer:
@@ -60,7 +61,7 @@ class MlaLayer:
     def weights(self, arrays, address) -> np.ndarray:
         """LaunchMla, bytes. address(array)."""
         values = lambda fields: {n: v if isinstance(v, (int, np.float32)) else address(v) for n, v in fields.items()}
-        return np.frombuffer(bytes(Attend(**values(self.attending(arrays)))) + bytes(Write(**values(self.writing(arrays)))), np.uint8)
+        return np.frombuffer(LaunchMla(Attend(**values(self.attending(arrays))), Write(**values(self.writing(arrays)))), np.uint8)
 
     def arrays(self):
         return {**self.tables, **self.room, "query_norm": self.query_norm, "latent_norm": self.latent_norm, "cache": self.cache.copy()}

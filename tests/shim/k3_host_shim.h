@@ -291,6 +291,7 @@ void launch_kernel(void (*k)(A...), const unsigned* g, const unsigned* b, size_t
 inline void __syncthreads() { shim::sync_block(); }
 inline void __syncwarp(unsigned m = ~0u) { shim::sync_warp(m); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence_block() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <class T> T __shfl_sync(unsigned m, T v, int s, int w = 32) { unsigned l = shim::cur->lin % 32; return shim::shfl(m, v, (l & ~(w - 1)) | (s & (w - 1))); }
 template <class T> T __shfl_xor_sync(unsigned m, T v, int x, int w = 32) { unsigned l = shim::cur->lin % 32, s = l ^ x; return shim::shfl(m, v, (s & ~(w - 1)) > (l & ~(w - 1)) ? l : s); }
 template <class T> T __shfl_down_sync(unsigned m, T v, unsigned d, int w = 32) { unsigned l = shim::cur->lin % 32; return shim::shfl(m, v, (l & (w - 1)) + d < (unsigned)w ? l + d : l); }

@@ -1,0 +1,99 @@
+// What stands around the layers of a step inside the single launch: embedding, the sum that the dense layer leaves, and where logits go. Output mix and head are
+// kinds of the layers otherwise: a mix, a product. k3cuda/launch_step.py says what everything points to.
+#pragma once
+#include "launch_product.cuh"
+
+// Of the embedding: what its phase has for weights.
+struct LaunchTokens {
+  const int* token_ids;   // [rows]
+  const bf16* table;      // [own vocabulary][n]
+  float* hidden;          // [rows][n]: the prefix sum, which begins at zero
+};
+
+// Slices of rows, kSlices of a row, as those of a mix: a value of the prefix sum is its own thread's.
+template <int kN, int kSlices>
+struct LaunchRowSlices {
+  static constexpr int kOwn = kN / kSlices, kThreads = Consumers::kThreads, kPer = (kOwn + kThreads - 1) / kThreads;
+  static_assert(kOwn % 4 == 0 && kOwn * kSlices == kN, "slices are whole vectors");
+  static constexpr LaunchCounting kCounting = kCountsNothing;
+  static constexpr int x_vectors(int, int) { return 0; }
+  template <class Block, class Producer>
+  static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}
+};
+
+// As stage embed and the sum of what all ranks made of it. Looped back, a rank gives the row that stands where the token's does in its owner's part.
+template <int kN, int kSlices, int kParts, int kOwnVocab>
+struct LaunchEmbed : LaunchRowSlices<kN, kSlices> {
+  typedef LaunchRowSlices<kN, kSlices> Base;
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    block.received(phase);  // of other phases it reads nothing
+    const LaunchTokens t = *(const LaunchTokens*)block.a.weights[phase];
+#pragma unroll 1
+    for (int u = 0; u < p.units; ++u) {
+      const int row = p.tiles[u] / kSlices, own = p.tiles[u] % kSlices * Base::kOwn, token = t.token_ids[row], at = kParts > 1 ? token % kOwnVocab : token;
+      const bool mine = at >= 0 && at < kOwnVocab;
+      const bf16* from = t.table + size_t(mine ? at : 0) * kN + own;
+#pragma unroll 1
+      for (int i = 0; i < Base::kPer; ++i) {
+        const int e = team.thread() + i * Base::kThreads;
+        const float v = mine && e < Base::kOwn ? kParts * bf16_to_float(from[e]) : 0;   // a power of two: the sum of equal parts
+        const uint4 vector = pack_floats(v, team.lane());
+        if (e >= Base::kOwn) continue;
+        t.hidden[size_t(row) * kN + own + e] = 0;
+        if (e % 4 == 0) block.template publish<1>(p, phase, row, (own + e) / 4, vector, 0);
+      }
+    }
+  }
+};
+
+// The ranks' parts of a row, neighbours first.
+template <int kN, int kSlices, int kParts>
+struct LaunchPartsSum : LaunchRowSlices<kN, kSlices> {
+  typedef LaunchRowSlices<kN, kSlices> Base;
+  static constexpr int kBatch = min_of(kParts, 8), kGroups = kParts / kBatch;   // parts of a batch of loads
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    const int total = p.units * Base::kOwn;
+#pragma unroll 1
+    for (int i = team.thread(); i - team.lane() < total; i += Base::kThreads) {   // a thread a value: vectors of all parts would take too many registers
+      const int at = min_of(i, total - 1), unit = p.tiles[at / Base::kOwn], row = unit / kSlices, column = unit % kSlices * Base::kOwn + at % Base::kOwn;
+      const u32* from = (const u32*)(block.input(p, 0) + row * block.link(p).in[0].row) + column;
+      float parts[kGroups];
+      K3_UNROLL
+      for (int g = 0; g < kGroups; ++g) {
+        u32 v[kBatch];
+        await_all(v, block.a.watch, phase, 0, [](int) { return true; }, [&](int j) { return from + (g * kBatch + j) * kN; });
+        float part[kBatch];
+        K3_UNROLL
+        for (int j = 0; j < kBatch; ++j) part[j] = __uint_as_float(v[j]);
+        parts[g] = tree_sum<kBatch>(part, 1);
+      }
+      const uint4 vector = pack_floats(tree_sum<kGroups>(parts, 1), team.lane());
+      if (i < total && i % 4 == 0) block.template publish<1>(p, phase, row, column / 4, vector, 0);
+    }
+    team.sync();
+    block.received(phase);
+  }
+};
+
+// The head's rows as LaunchOut's: into the launch's result, at the place of the row's that are wanted (LaunchState).
+struct LaunchLogits {
+  static constexpr bool kF32 = true;
+  static constexpr int kFirst = 0;
+  template <class Block>
+  static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int row, int tile, int half, float v, bool live, int lane) {
+    const uint4 vector = pack_floats(v, block.me.lane);
+    const LaunchLink& to = block.link(p);
+    const int column = tile * 4 + half * 2 + lane / 4, width = to.out[0].width;
+    if (!live || column >= width) return;
+    if (block.a.record && lane % 4 == 0) block.a.record[size_t(phase) * block.a.record_vectors + row * to.record_row + column] = vector;
+    const int place = block.state.place[row];
+    if (place < 0) return;
+    uint4* logits = block.a.result + place * to.row + column;
+#pragma unroll 1
+    for (int copy = lane % 4; copy < to.out[0].copies; copy += 4) store_exchange(logits + copy * width, vector);
+  }
+};

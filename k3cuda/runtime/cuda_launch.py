@@ -1,0 +1,148 @@
+"""Steps in one launch on a GPU (docs/megakernel.md): the memory of each, its kernel, and its launch, which takes the place of a standard step's.
+
+What it reads and leaves lies where the standard path has it, so that steps of both may follow one another on one cache, and a commit does not know which ran.
+"""
+import ctypes
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import cupy
+import numpy as np
+
+from .. import launch_source as ls
+from ..block_program import BlockProgram
+from ..config import MAX_ROWS
+from ..emit import Probes
+from ..errors import CompileError, PlanError, StepTimeout
+from ..launch_kinds import VECTOR_BYTES
+from ..plan import Plan
+from .cuda_driver import Device, Launch, Module, check, driver, explanations
+from .cuda_memory import RankMemory
+from .launch_pointers import Places, Pointers
+from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
+from .loading import Loading
+
+log = logging.getLogger("k3cuda")
+
+@contextmanager
+def explained():
+    """Where CuPy's runtime fails: raises what one of `explanations` knows in the place of its own words."""
+    try:
+        yield
+    except cupy.cuda.runtime.CUDARuntimeError as failed:
+        for error in filter(None, (ask() for ask in explanations)):
+            raise error from failed
+        raise
+
+
+_RECORD = 16   # words of a Watch record, and room between two
+
+
+@dataclass
+class _Built:
+    """A launch for steps of up to so many rows, and what it needs on the device as long as it may run."""
+
+    program: BlockProgram
+    module: Module
+    launch: Launch
+    held: tuple
+
+
+class StepLaunches:
+    """Launches of one rank's steps, one for each of BUCKETS, made when they are first asked for.
+
+    Args:
+        plan, memory, device, kv_cache_dtype, ranks, probes: of the backend. stream: raw handle. loading: counts the seconds of compiling.
+    """
+
+    def __init__(self, plan: Plan, memory: RankMemory, device: Device, stream: int, kv_cache_dtype: str, ranks: str, probes: Probes, loading: Loading):
+        self.plan, self.memory, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memory, device, stream, kv_cache_dtype, loading
+        self._misfit = misfit(plan, ranks, probes)
+        self._made: dict[int, _Built | str] = {}   # bucket -> a launch, or why there is none
+        self._exchanges: list[cupy.ndarray] = []
+        words = len(BUCKETS) * _RECORD
+        self._pinned = cupy.cuda.alloc_pinned_memory(words * 4)   # which outlives what a launch does to itself
+        self._troubles = dict(zip(BUCKETS, np.frombuffer(self._pinned, np.uint32, words).reshape(-1, _RECORD)))
+        for record in self._troubles.values():
+            record[:] = 0
+        explanations.append(self.failure)
+
+    def declines(self, bucket: int) -> str | None:
+        """Why a step of up to so many rows does not run in one launch, or None."""
+        if self._misfit or bucket not in BUCKETS:
+            return self._misfit or TOO_MANY_ROWS
+        if bucket not in self._made:
+            try:
+                self._made[bucket] = self._build(bucket)
+            except (PlanError, CompileError) as e:
+                log.info("a step of %d rows does not run in one launch: %s", bucket, e.message)
+                self._made[bucket] = e.message
+        made = self._made[bucket]
+        return made if isinstance(made, str) else None
+
+    def launch(self, bucket: int) -> Launch:
+        """For steps of up to so many rows, which `declines` has nothing against."""
+        return self._made[bucket].launch
+
+    def failure(self) -> StepTimeout | None:
+        """Who of a launch waited too long, if anybody did."""
+        for bucket, made in self._made.items():
+            if (record := self._troubles[bucket])[0]:
+                return StepTimeout(f"a step in one launch ended itself: {trouble_text(record, made.program)}",
+                                   "use decode_backend 'standard', and let nothing else use the GPU during a step")
+        return None
+
+    def close(self) -> None:
+        """Graphs with its launches must be gone."""
+        if self.failure in explanations:
+            explanations.remove(self.failure)
+        for made in self._made.values():
+            if isinstance(made, _Built):
+                made.module.close()
+        self._made, self._exchanges = {}, []
+
+    def _build(self, bucket: int) -> _Built:
+        sms = self.device.sms // CLUSTER * CLUSTER
+        while True:
+            program = launched(self.plan, bucket, sms, self.kv_cache_dtype)
+            with self._loading.phase("compile"):
+                module = Module(compiled_launch(self.plan, program, self.device.arch).cubin)
+            threads, shared_bytes, cluster, _ = module.constants(f"{KERNEL}_launch", 4)
+            function = module.function(KERNEL, shared_bytes)
+            fit = check(driver().cuOccupancyMaxActiveClusters(function, Launch(function, sms, threads, [], shared=shared_bytes, cluster=cluster).config)) * cluster
+            if fit >= sms:
+                break
+            module.close()   # some multiprocessors have no neighbour: fewer blocks, all of them resident
+            sms = fit
+        return self._bound(program, module, function, threads, shared_bytes, cluster)
+
+    def _bound(self, program: BlockProgram, module: Module, function, threads: int, shared_bytes: int, cluster: int) -> _Built:
+        cfg, places = self.plan.cfg, self._places(module)
+        pointers = Pointers(program, places)
+        structures, words, counts = cupy.asarray(pointers.structures), cupy.asarray(program.words), cupy.zeros(ls.COUNT_BYTES, cupy.uint8)
+        table, exchange = cupy.asarray(pointers.table(structures.data.ptr)), self._exchange(program)
+        args = ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta),
+                            routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, weights=table.data.ptr, programs=words.data.ptr,
+                            row_slot=places.buffers["row_slot"], logit_rows=places.buffers["logit_rows"], result=places.buffers["logits"],
+                            exchange=exchange.data.ptr, counts=counts.data.ptr, trouble=self._troubles[program.rows].ctypes.data)
+        launch = Launch(function, program.grid.sms, threads, [args], shared=shared_bytes, stream=self.stream, cluster=cluster, cooperative=True)
+        cupy.cuda.get_current_stream().synchronize()   # which has written all of it; the backend's does not wait for that one
+        return _Built(program, module, launch, (structures, words, counts, table, exchange))
+
+    def _places(self, module: Module) -> Places:
+        scale = cupy.zeros(1, np.float32)
+        cupy.cuda.get_current_stream().synchronize()
+        Launch(module.function(SCALE), 1, 1, [ctypes.c_void_p(scale.data.ptr)], stream=self.stream).launch()
+        check(driver().cuStreamSynchronize(self.stream))
+        m = self.memory
+        return Places(self.plan, m.tables, self.kv_cache_dtype, {name: m.buffer(name).data.ptr for name in m.tables.buffers},
+                      {key: tuple(array.data.ptr for array in arrays) for key, arrays in m.weights.items()},
+                      0 if m.mla_work is None else m.mla_work.data.ptr, 0 if m.mla_map is None else m.mla_map.data.ptr, m.mla_partials, float(scale[0]))
+
+    def _exchange(self, p: BlockProgram) -> cupy.ndarray:
+        """Memory of the exchange, one for all launches that it is large enough for: each leaves it as the next must find it."""
+        need = p.slots * p.slot_vectors * VECTOR_BYTES // 4
+        if not self._exchanges or self._exchanges[-1].size < need:
+            self._exchanges.append(cupy.full(need // p.rows * BUCKETS[-1], NOT_THERE, cupy.uint32))
+        return self._exchanges[-1]

@@ -1,0 +1,72 @@
+"""What of a step one launch can do, its kernel's text, and what its records say. No GPU is needed to know it."""
+from pathlib import Path
+
+import numpy as np
+
+from ..block_program import BlockProgram
+from ..buffers import KV_BYTES
+from ..emit import NO_PROBES, Probes
+from ..errors import PlanError
+from ..launch_kinds import MAX_TOKENS
+from ..launch_source import source
+from ..launch_step import step_program
+from ..phases import Grid
+from ..plan import Plan
+from .cuda_jit import Compiled, compile_cuda
+
+KERNEL, SCALE = "launched_step", "launched_step_scale"
+LOG2_E = "1.44269504088896340736"   # kLog2E of stages/common.cuh
+NOT_THERE = 0x80008000              # kNotThere of launch_exchange.cuh
+CLUSTER = 2                         # blocks that share tiles: the fastest measured (docs/megakernel-log.md)
+BUCKETS = (1, 2, 4, MAX_TOKENS)      # rows that a launch is made for: a step runs in the smallest that holds its own
+# Bytes of a copy and in flight, as scripts/bench_launch.py has them by default; nanoseconds that a wait may take.
+COPY, WINDOW, LIMIT_NS = 7680, 48 * 1024, 2_000_000_000
+LOOPBACK = "loopback"                # Backend.ranks of one rank alone, which stands for all
+TOO_MANY_ROWS = f"more rows than the {MAX_TOKENS} of one launch"
+# What `LaunchWait` of launch_ring.cuh counts, in words behind "waited for".
+WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
+         "its own block to choose", "sums of its own block", "a page of its program")
+
+
+def misfit(plan: Plan, ranks: str, probes: Probes = NO_PROBES) -> str | None:
+    """Why no step of a backend runs in one launch, whatever its rows, or None. `ranks`: how they are joined (Backend.ranks)."""
+    if plan.taps:
+        return "a draft model reads what a step leaves behind single layers: one launch leaves it nothing"
+    if plan.dcp > 1:
+        return "the MLA cache is split over ranks: one launch reads a whole one"
+    if plan.tp > 1 and ranks != LOOPBACK:
+        return "several ranks: one launch has no collectives between them yet"
+    if probes != NO_PROBES:
+        return "a benchmark's probes are built into the standard path's kernels alone"
+    return None
+
+
+def launched(plan: Plan, rows: int, sms: int, kv_cache_dtype: str) -> BlockProgram:
+    """A step of one of BUCKETS rows on `sms` persistent blocks. Raises PlanError for a model that its kinds of phases cannot do."""
+    if sms < CLUSTER:
+        raise PlanError(f"the GPU holds no cluster of {CLUSTER} blocks")
+    return step_program(plan, rows, Grid(sms=sms, cluster=CLUSTER, copy=COPY), cache=KV_BYTES[kv_cache_dtype], rank_parts=plan.tp)
+
+
+def launch_source(plan: Plan, program: BlockProgram) -> str:
+    """C++ of its kernel, and of SCALE, which leaves what the standard path's kernels multiply scores of latent attention with: the reciprocal root that
+    a GPU approximates is no host's."""
+    scale = f"rsqrtf(float({plan.cfg.dims()['mla_qk_head_dim']})) * {LOG2_E}f"
+    return source(program, name=KERNEL, copy=COPY) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
+
+
+def compile_launch(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int, strict: bool = False, into: Path | None = None) -> Compiled:
+    """The cubin of a step of up to `rows` rows in one launch on so many multiprocessors. Needs no GPU. Raises PlanError, CompileError."""
+    return compiled_launch(plan, launched(plan, rows, sms // CLUSTER * CLUSTER, kv_cache_dtype), arch, strict=strict, into=into)
+
+
+def compiled_launch(plan: Plan, program: BlockProgram, arch: str, **options) -> Compiled:
+    """The same of a program; options of compile_cuda."""
+    return compile_cuda(launch_source(plan, program), arch, name=f"the step in one launch for {program.rows} rows", **options)
+
+
+def trouble_text(trouble: np.ndarray, program: BlockProgram) -> str:
+    """Who waited for what too long, from a launch's Watch record."""
+    what, block, warp, phase, detail = map(int, trouble[:5])
+    step = program.steps[phase]
+    return f"block {block}, warp {warp} waited {LIMIT_NS / 1e9:g} s for {WAITS[what]} in {step.name}, layer {step.layer} (phase {phase}, {detail})"

@@ -1,0 +1,190 @@
+"""Steps in one launch through the backend: the standard path's bytes, step by step on one cache, in what they leave as well; and what ends a wait."""
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
+
+from models import open_slot, step_rows  # noqa: E402
+from standard import Cuda, same  # noqa: E402
+
+from k3cuda import LLM  # noqa: E402
+from k3cuda.cli.model_argument import config_of  # noqa: E402
+from k3cuda.config import DECODE_ROWS  # noqa: E402
+from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
+from k3cuda.runtime.cuda_bench_checks import RECORDS  # noqa: E402
+from k3cuda.runtime.cuda_driver import open_device  # noqa: E402
+from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
+from k3cuda.runtime.launch_program import BUCKETS, TOO_MANY_ROWS, compile_launch  # noqa: E402
+from k3cuda.runtime.machine import LATENCY_SPECIALIZED, STANDARD  # noqa: E402
+from k3cuda.runtime.made_config import made_config  # noqa: E402
+from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
+from k3cuda.runtime.sampling import Draw, SamplingParams  # noqa: E402
+
+TP, RANK, RELEASE_LAYERS = 16, 3, 14   # of the release: a closed block, a second one that opens, layers of both sorts
+# Head sizes that the attention kernels are made for, and elsewhere the least that whole vectors of 16 ranks and sixteen leaves of experts need.
+SMALL = {"head_dim": 128, "v_head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 256, "hidden_size": 256,
+         "num_experts": 64, "routed_expert_hidden_size": 512, "num_hidden_layers": 6}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return MadeCheckpoint(made_config(**SMALL), seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(small):
+    """All kernels, side by side."""
+    device, jobs = open_device(), []
+    for cfg, kv, tokens, buckets in ((small.cfg, "bf16", BUCKETS, (*BUCKETS, 16, DECODE_ROWS)), (config_of("kimi-k3", RELEASE_LAYERS), "fp8_e4m3", (1, 2, 8), (*BUCKETS, 16))):
+        plan = build_plan(cfg, TP)
+        jobs += [partial(compile_launch, plan, rows, kv, device.arch, sms=device.sms) for rows in tokens]
+        jobs += [partial(compile_bucket, plan, rows, kv, device.arch, sms=device.sms) for rows in buckets]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for job in [pool.submit(job) for job in jobs]:
+            job.result()
+
+
+@pytest.fixture
+def pair(small):
+    """The same rank twice: in one launch, and stage by stage."""
+    made = [Cuda(small, TP, only_rank=RANK, specialized=specialized) for specialized in (True, False)]
+    for be in made:
+        open_slot(be, 0), open_slot(be, 2, [7, 5])
+    yield made
+    for be in made:
+        be.close()
+
+
+def left(be, rows):
+    """What a step leaves to others: logits, records of the commit, the cache."""
+    return [be.logits(), *(be.on_host(name)[:, :rows] for name in RECORDS), be.on_host("mla_cache")]
+
+
+def test_every_number_of_rows_and_steps_of_both_kinds_in_turn(pair):
+    """One sequence; some rows are rejected, so that states are advanced over the others from records."""
+    rng, at = np.random.default_rng(1), 0
+    for rows, accepted in ((1, 1), (2, 1), (8, 5), (12, 12), (3, 3), (1, 1), (64, 30), (7, 7), (4, 0), (5, 5), (6, 6), (8, 8), (1, 1)):
+        ids = rng.integers(0, 40, rows)
+        for be in pair:
+            be.step(step_rows((0, at, ids)))
+        same(left(pair[0], rows), left(pair[1], rows), f"{rows} rows at {at}")
+        for be in pair:
+            be.commit(np.arange(rows) < accepted)
+        at += accepted
+        same(pair[0].states(0), pair[1].states(0), f"states behind {rows} rows at {at}")
+    counts = pair[0].counts
+    assert counts.steps == {LATENCY_SPECIALIZED: 11, STANDARD: 2} and counts.reasons == {TOO_MANY_ROWS: 2}
+    assert pair[1].counts.steps == {STANDARD: 13} and not pair[1].counts.reasons
+
+
+def test_sequences_side_by_side(pair):
+    rng, at = np.random.default_rng(2), [0, 0]
+    for a, b in ((1, 1), (3, 1), (4, 4), (1, 7), (2, 1)):
+        parts = (0, at[0], rng.integers(0, 40, a)), (2, at[1], rng.integers(0, 40, b))
+        for be in pair:
+            be.step(step_rows(*parts))
+        same(left(pair[0], a + b), left(pair[1], a + b), f"{a} and {b} rows")
+        for be in pair:
+            be.commit(np.ones(a + b, bool))
+        at = [at[0] + a, at[1] + b]
+    assert set(pair[0].counts.steps) == {LATENCY_SPECIALIZED}
+
+
+def test_steps_that_overlap(pair):
+    """Step, commit and draw in one graph, the next one behind it before anybody has read its tokens."""
+    drawn = []
+    for be in pair:
+        pending = []
+        for at in range(0, 40, 2):
+            rows = step_rows((0, at, [5, 6]))
+            rows = type(rows)(rows.token_ids, rows.slots, rows.positions, rows.logit_rows[-1:])
+            pending.append(be.launch(rows, [Draw(SamplingParams(temperature=1.0).resolved({}), 1, at + 2)]))
+            drawn += [pending[-2].drawn()[0].token_id] if len(pending) > 1 else []
+        drawn.append(pending[-1].drawn()[0].token_id)
+    assert drawn[:20] == drawn[20:] and len(set(drawn)) > 3
+    same(pair[0].states(0), pair[1].states(0))
+    assert pair[0].counts.steps == {LATENCY_SPECIALIZED: 20}
+
+
+def test_virtual_ranks_run_stage_by_stage(small):
+    be = Cuda(small, TP, specialized=True, max_batch=1)
+    open_slot(be, 0)
+    be.step(step_rows((0, 0, [1])))
+    be.logits()
+    assert be.counts.steps == {STANDARD: 1} and sum(be.counts.reasons.values()) == 1
+    be.close()
+
+
+def test_a_model_that_its_phases_cannot_do_answers_stage_by_stage():
+    answers = []
+    for name in (STANDARD, LATENCY_SPECIALIZED):
+        with LLM("tiny-random", decode_backend=name, max_batch=1) as llm:
+            answers.append(llm.generate("hi", SamplingParams(max_tokens=5, temperature=0))[0].token_ids)
+            counts = llm.backend.counts
+    assert answers[0] == answers[1] and set(counts.steps) == {STANDARD} and any("leaves of w2" in why for why in counts.reasons)
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 1), (2, 300), (8, 8), (8, 2000)])
+def test_first_layers_of_the_release(release, rows, context):
+    """StepBench's own checks, against the standard path's kernels."""
+    release.open(1, 2048)
+    release.place(1, rows, context)
+    found = release.step()
+    assert found["decode_backend"] == LATENCY_SPECIALIZED and found["declined"] is None
+    assert set(found["checks"]["same_bytes_left"]) == {*RECORDS, "mla_cache"}
+
+
+def test_wide_steps_of_a_benchmark_say_why_they_ran_stage_by_stage(release):
+    release.open(DECODE_ROWS, 64)
+    release.place(16, 1, 8)
+    found = release.step()
+    assert found["decode_backend"] == STANDARD and found["declined"] == TOO_MANY_ROWS
+
+
+@pytest.fixture(scope="module")
+def release():
+    made = StepBench(config_of("kimi-k3", RELEASE_LAYERS), TP, RANK, "fp8_e4m3", specialized=True)
+    yield made
+    made.close()
+
+
+LOST = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+from dataclasses import replace
+from launch_standard import left_out
+from k3cuda.launch_kinds import Product
+from k3cuda.runtime import cuda_launch
+from test_launch_step import *
+whole = cuda_launch.launched
+
+def lacking(*args):
+    p = whole(*args)
+    phase = next(i for i, at in enumerate(p.places(1)) if i > 30 and p.words[1, at] >> 16 and isinstance(p.kinds[p.weights[i][0]], Product))
+    return replace(p, words=left_out(p, 1, phase))
+
+cuda_launch.launched, cuda_launch.LIMIT_NS = lacking, 300_000_000
+be = Cuda(MadeCheckpoint(made_config(**SMALL), seed=3), TP, only_rank=RANK, specialized=True)
+open_slot(be, 0)
+try:
+    be.step(step_rows((0, 0, [1])))
+    be.logits()
+except Exception as e:
+    print(type(e).__name__, e)
+be.close()
+print("closed", flush=True)
+os._exit(0)   # what is left of CuPy's memory cannot be freed
+"""
+
+
+def test_a_result_that_never_comes_ends_in_a_name():
+    """A block leaves out a unit. In a process of its own: a launch that ends itself takes all of the process's memory on the GPU with it."""
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60)
+    assert "StepTimeout a step in one launch ended itself: block" in done.stdout and done.stdout.endswith("closed\n"), (done.stdout, done.stderr[-2000:])

@@ -1,0 +1,215 @@
+"""Which steps a backend runs in one launch, what it counts, and what it says of a launch that ended itself; without a GPU."""
+import ctypes
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
+
+from cupy.cuda.runtime import CUDARuntimeError  # noqa: E402
+from host_step import Memory  # noqa: E402
+from test_step_io import library, make  # noqa: E402, F401 - fixtures
+from test_step_io import pytestmark as shim  # noqa: E402
+
+from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
+from k3cuda.emit import NO_PROBES, Probes  # noqa: E402
+from k3cuda.errors import CompileError, DeviceError, PlanError, StepTimeout  # noqa: E402
+from k3cuda.packing import PACKED  # noqa: E402
+from k3cuda.plan import Taps, build_plan  # noqa: E402
+from k3cuda.runtime import cuda_driver, cuda_launch  # noqa: E402
+from k3cuda.runtime.backend import StepRows  # noqa: E402
+from k3cuda.runtime.cuda_driver import Device  # noqa: E402
+from k3cuda.runtime.cuda_jit import KERNELS  # noqa: E402
+from k3cuda.runtime.cuda_kernels import ROW_BUCKETS  # noqa: E402
+from k3cuda.runtime.launch_pointers import Places, Pointers  # noqa: E402
+from k3cuda.runtime.launch_program import BUCKETS, CLUSTER, KERNEL, LOOPBACK, NOT_THERE, TOO_MANY_ROWS, WAITS, launched, misfit, trouble_text  # noqa: E402
+from k3cuda.runtime.loading import Loading  # noqa: E402
+from k3cuda.runtime.machine import LATENCY_SPECIALIZED, STANDARD, VIRTUAL  # noqa: E402
+from k3cuda.runtime.made_config import made_config  # noqa: E402
+from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
+from k3cuda.tables import tables_of  # noqa: E402
+
+RELEASE = K3Config.from_json(RELEASED_FOLDER)
+TP, SLOTS, SLOT_PAGES = 16, 4, 8
+# Whose sizes the phases can do: whole vectors of 16 ranks, sixteen leaves of experts.
+FITTING = made_config(head_dim=128, v_head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512, q_lora_rank=256, hidden_size=256, num_experts=64,
+                      routed_expert_hidden_size=512)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return build_plan(RELEASE, TP)
+
+
+@pytest.mark.parametrize("options, ranks, probes, words", [
+    ({}, LOOPBACK, NO_PROBES, None), ({"tp": 1}, VIRTUAL, NO_PROBES, None), ({}, VIRTUAL, NO_PROBES, "several ranks"), ({}, "nccl", NO_PROBES, "several ranks"),
+    ({"dcp": 2}, LOOPBACK, NO_PROBES, "split over ranks"), ({"taps": Taps((1,), "prefix")}, LOOPBACK, NO_PROBES, "draft model"),
+    ({}, LOOPBACK, Probes(forced_experts=4), "probes")])
+def test_what_no_step_of_a_backend_can_do(options, ranks, probes, words):
+    found = misfit(build_plan(made_config(), **{"tp": 2} | options), ranks, probes)
+    assert found is None if words is None else words in found
+
+
+def launches(monkeypatch, build, **more):
+    """StepLaunches whose launches `build` makes."""
+    memory = lambda nbytes: bytearray(nbytes)
+    monkeypatch.setattr(cuda_launch, "cupy", SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=memory, runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError))))
+    monkeypatch.setattr(cuda_launch.StepLaunches, "_build", build)
+    values = {"plan": build_plan(made_config(), 2), "memory": None, "device": None, "stream": 0, "kv_cache_dtype": "bf16", "ranks": LOOPBACK, "probes": NO_PROBES, "loading": Loading()}
+    return cuda_launch.StepLaunches(**values | more)
+
+
+def test_reasons_of_row_counts_are_found_once(monkeypatch):
+    asked = []
+
+    def build(self, bucket):
+        asked.append(bucket)
+        if bucket == 2:
+            raise PlanError("sizes that no phase has")
+        if bucket == 4:
+            raise CompileError("no room", "look")
+        return SimpleNamespace(launch=bucket, module=SimpleNamespace(close=lambda: None))
+
+    found = launches(monkeypatch, build)
+    want = {1: None, 2: "sizes that no phase has", 4: "no room", 8: None}
+    for _ in range(2):
+        assert {b: found.declines(b) for b in ROW_BUCKETS} == {b: want.get(b, TOO_MANY_ROWS) for b in ROW_BUCKETS}
+    assert asked == list(BUCKETS) and found.launch(8) == 8
+    found.close()
+    assert found.failure not in cuda_driver.explanations
+    virtual = launches(monkeypatch, build, ranks=VIRTUAL)
+    assert all("several ranks" in virtual.declines(b) for b in ROW_BUCKETS) and asked == list(BUCKETS)
+    virtual.close()
+
+
+class OnHost(np.ndarray):
+    """An array that shows its address as CuPy's do."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+@shim
+def test_what_a_launch_is_made_of(monkeypatch):
+    """As many blocks as the driver says fit, cooperative, in clusters; its tables and the addresses of the memory's own buffers."""
+    array = lambda a: np.ascontiguousarray(a).view(OnHost)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    cupy = SimpleNamespace(asarray=array, zeros=lambda n, dtype: array(np.zeros(n, dtype)), full=lambda n, v, dtype: array(np.full(n, v, dtype)), uint8=np.uint8, uint32=np.uint32, ndarray=np.ndarray,
+                           cuda=SimpleNamespace(get_current_stream=lambda: stream, alloc_pinned_memory=lambda nbytes: bytearray(nbytes)))
+    made, compiled = [], []
+
+    def launch(function, grid, block, arguments, **options):
+        made.append(SimpleNamespace(function=function, grid=grid, arguments=arguments, launch=lambda: None, **options, config=grid))
+        return made[-1]
+
+    constants = lambda name, count: (576, 230_000, CLUSTER, 16)
+    module = SimpleNamespace(constants=constants, function=lambda name, shared=0: name, close=lambda: None)
+    cu = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda function, grid: 64, cuStreamSynchronize=lambda stream: None)
+    for name, value in {"cupy": cupy, "Launch": launch, "Module": lambda cubin: module, "check": lambda result: result, "driver": lambda: cu,
+                        "compiled_launch": lambda plan, program, arch: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
+        monkeypatch.setattr(cuda_launch, name, value)
+    plan = build_plan(FITTING, TP)
+    memory = Memory(plan, MadeCheckpoint(FITTING))
+    buffers = {name: array(memory.buffer(name)) for name in memory.tables.buffers}
+    rank = SimpleNamespace(tables=memory.tables, buffer=buffers.get, weights={(op.layer, op.stage.name): [array(a) for a in memory.weights_of(op)] for op in plan.ops},
+                           mla_work=array(memory.mla_work), mla_map=array(memory.mla_map), mla_partials=memory.step.mla_partials)
+    found = cuda_launch.StepLaunches(plan, rank, Device(0, "a GPU", "sm_90a", 133, 227 << 10), 5, "bf16", LOOPBACK, NO_PROBES, Loading())
+    try:
+        assert found.declines(2) is None and [p.grid.sms for p in compiled] == [132, 128]
+        one = found.launch(2)
+        assert (one.function, one.grid, one.cluster, one.cooperative, one.stream) == (KERNEL, 128, CLUSTER, True, 5)
+        args, = one.arguments
+        assert args.result == buffers["logits"].ctypes.data and args.row_slot == buffers["row_slot"].ctypes.data and args.input is None and args.rows == 2
+        exchange = (ctypes.c_uint32 * (args.slot_vectors * 4 * compiled[-1].slots)).from_address(args.exchange)
+        assert set(exchange) == {NOT_THERE} and not any((ctypes.c_uint8 * ls.COUNT_BYTES).from_address(args.counts))
+        table = (ctypes.c_uint64 * args.phases).from_address(args.weights)
+        assert table[args.phases - 1] == rank.weights[None, "lm_head"][0].ctypes.data
+        assert found.declines(8) is None and found.launch(8).arguments[0].exchange == args.exchange and found.launch(8).arguments[0].counts != args.counts
+    finally:
+        found.close()
+
+
+@shim
+def test_steps_are_counted_by_who_ran_them(make, monkeypatch):   # noqa: F811
+    """Step by step, one launch or the standard path's, and why not the one that was asked for."""
+    backend, ran = make(), []
+    plain = backend.replay
+
+    def replay(what, bucket, half=None, single=False):
+        ran.append((what, bucket, single))
+        plain(what, bucket, half)
+
+    backend.name, backend.replay = LATENCY_SPECIALIZED, replay
+    backend.step_launches = SimpleNamespace(declines=lambda bucket: {1: None, 2: "not two"}.get(bucket, TOO_MANY_ROWS), failure=lambda: None)
+    backend.open_slot(0, [])
+    at = 0
+    for rows in (1, 2, 9, 1):
+        ids = np.arange(rows, dtype=np.int32) % 5
+        backend.step(StepRows(ids, np.zeros(rows, np.int32), np.arange(at, at + rows, dtype=np.int32), np.array([rows - 1], np.int32)))
+        backend.commit(np.ones(rows, bool))
+        at += rows
+    assert [step for step in ran if step[0] == "step"] == [("step", 1, True), ("step", 2, False), ("step", 16, False), ("step", 1, True)]
+    assert not any(single for what, _, single in ran if what == "commit")
+    assert backend.counts.steps == {LATENCY_SPECIALIZED: 2, STANDARD: 2} and backend.counts.reasons == {"not two": 1, TOO_MANY_ROWS: 1}
+
+
+def test_a_launch_that_ended_itself_says_who_waited_for_what(monkeypatch, plan):
+    """Whatever the driver calls it, in the first of its calls that fails."""
+    program = launched(plan, 8, 132, "fp8_e4m3")
+    at = next(i for i, step in enumerate(program.steps) if step.name == "o_proj" and step.layer == 40)
+    found = launches(monkeypatch, lambda self, bucket: SimpleNamespace(program=program, module=SimpleNamespace(close=lambda: None)))
+    code = SimpleNamespace(name="CUDA_ERROR_LAUNCH_FAILED")
+    monkeypatch.setattr(cuda_driver, "driver", lambda: SimpleNamespace(CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuGetErrorString=lambda code: (0, b"unspecified launch failure")))
+    try:
+        found.declines(8)
+        with pytest.raises(DeviceError, match="unspecified launch failure"):
+            cuda_driver.check((code,))
+        assert found.failure() is None
+        found._troubles[8][:5] = 3, 17, 4, at, 99
+        with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited 2 s for a vector in o_proj, layer 40 \(phase {at}, 99\); use decode_backend 'standard'"):
+            cuda_driver.check((code,))
+        assert trouble_text(found._troubles[8], program) in str(found.failure())
+        with pytest.raises(StepTimeout, match="o_proj, layer 40"), cuda_launch.explained():   # as in each call of a backend
+            raise CUDARuntimeError(719)
+    finally:
+        found.close()
+    with pytest.raises(DeviceError, match="unspecified"):
+        cuda_driver.check((code,))
+    with pytest.raises(CUDARuntimeError), cuda_launch.explained():
+        raise CUDARuntimeError(719)
+
+
+def test_every_wait_of_the_kernel_has_words():
+    names = re.search(r"enum LaunchWait \{ (.*?) \}", (KERNELS / "launch_ring.cuh").read_text(encoding="utf-8")).group(1)
+    assert len(names.split(",")) == len(WAITS) - 1
+
+
+def test_pointers_of_a_released_step(plan):
+    """Weights are those of the phase's own stage and layer; a layer's states, records and cache rows are its own part of theirs."""
+    tables = tables_of(plan, SLOTS, SLOTS * SLOT_PAGES, SLOT_PAGES)
+    weights = {(op.layer, op.stage.name): tuple(1 << 50 | at << 20 | i for i in range(len(PACKED.get(op.stage.name, ())))) for at, op in enumerate(plan.ops)}
+    places = Places(plan, tables, "fp8_e4m3", {name: at << 40 for at, name in enumerate(tables.buffers)}, weights, 1 << 51, 1 << 52, 1000, 0.1)
+    program = launched(plan, 8, 132, "fp8_e4m3")
+    found = Pointers(program, places)
+    table, base = found.table(1 << 54), 1 << 54
+    by_phase = {(program.steps[i].name, program.steps[i].layer): int(at) for i, at in enumerate(table)}
+    assert by_phase["o_proj", 40] == weights[40, "o_proj"][0] and by_phase["shared_down", 40] == weights[40, "route"][1] and by_phase["route", 40] == weights[40, "route"][0]
+    assert by_phase["lm_head", 93] == weights[None, "lm_head"][0] and by_phase["expert_up", 1] == weights[1, "expert_up"][0] and by_phase["dense_up", 0] == weights[0, "dense_up"][0]
+    mla = next(layer for layer in range(93) if not RELEASE.is_kda(layer))
+    assert by_phase["mla_norm", mla] == by_phase["mla_attend", mla] == by_phase["mla_combine", mla] >= base
+    assert all(base <= at < base + len(found.structures) for (name, _), at in by_phase.items() if name in ("embed", "kda_mix") or name.startswith(("attn_mix", "ffn_mix", "routed_norm")))
+    op = [op for op in plan.ops if op.stage.name == "kda_mix"][5]
+    at = places.part("kda_state", op) - places.buffers["kda_state"]
+    assert at == 5 * SLOTS * (96 // TP) * 128 * 128 * 4
+    op = [op for op in plan.ops if op.stage.name == "mla_norm"][3]
+    assert places.part("mla_cache", op) - places.buffers["mla_cache"] == 3 * SLOTS * SLOT_PAGES * 64 * 576
+
+
+@pytest.mark.parametrize("changes, tp, words", [({}, 1, "wanted one"), ({"num_experts": 16}, 16, "wanted multiples of 8")])
+def test_models_that_its_phases_cannot_do(changes, tp, words):
+    with pytest.raises(PlanError, match=words):
+        launched(build_plan(made_config(**changes), tp), 1, 132, "bf16")

@@ -162,7 +162,7 @@ from dataclasses import replace
 from launch_standard import left_out
 from k3cuda.launch_kinds import Product
 from k3cuda.runtime import cuda_launch
-from test_launch_step import *
+from test_one_launch import *
 whole = cuda_launch.launched
 
 def lacking(*args):

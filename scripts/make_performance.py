@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / "scripts")]
 import performance_ranks as ranks  # noqa: E402
 
 FOLDER, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/performance.md"
-FILES = ("step", "experts", "hops", "torch", "prefill", "idle", "load", "decode", "decode_plain")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
+FILES = ("step", "one_launch", "experts", "hops", "torch", "prefill", "idle", "load", "decode", "decode_plain")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
 RANK_FILES = ("collectives-2", "rank_steps", "rank_steps-1", "rank_steps-2")   # on two, by `scripts/gpu.sh ranks`, `rank_steps` and `scaling`
 STAGE_ROWS, STAGE_CONTEXT = (1, 8, 64), 8192
 LONG = 131072
@@ -39,12 +39,12 @@ class Target:
         return value <= self.limit if self.is_most else value >= self.limit
 
 
-def steps(data, **wanted) -> list[dict]:
-    return [s for s in data.get("step", {}).get("steps", ()) if all(s[k] == v for k, v in wanted.items())]
+def steps(data, name: str = "step", **wanted) -> list[dict]:
+    return [s for s in data.get(name, {}).get("steps", ()) if all(s[k] == v for k, v in wanted.items())]
 
 
-def ratios(**wanted):
-    return lambda data: [s["ratio_to_floor"] for s in steps(data, **wanted)]
+def ratios(name: str = "step", **wanted):
+    return lambda data: [s["ratio_to_floor"] for s in steps(data, name, **wanted)]
 
 
 def attention(rows: int):
@@ -73,6 +73,9 @@ TARGETS = (
     Target("step_1", "whole step, 1 row, any context", "at most 2.0 x the floor", 2.0, True, ratios(rows=1)),
     Target("step_8", "whole step, 8 rows, any context", "at most 1.5 x the floor", 1.5, True, ratios(rows=8)),
     Target("step_64", "whole step, 64 sequences of 8K, FP8 cache", "at most 1.6 x the floor", 1.6, True, ratios(rows=64, sequences=64, context=8192)),
+    Target("launch_1", "step in one launch, 1 row, context 1", "at most 1.35 x the floor", 1.35, True, ratios("one_launch", rows=1, context=1)),
+    Target("launch_8", "step in one launch, 8 rows of one sequence", "at most 1.2 x the floor", 1.2, True, ratios("one_launch", rows=8, context=8)),
+    Target("launch_8_long", "step in one launch, 8 rows, context 128K, FP8 cache", "at most 1.25 x the floor", 1.25, True, ratios("one_launch", rows=8, context=LONG)),
     Target("torch_1", "BF16 products of a layer against torch, 1 row", "at least 2 x faster", 2.0, False, against_torch(1)),
     Target("torch_8", "BF16 products of a layer against torch, 8 rows", "at least 2 x faster", 2.0, False, against_torch(8)),
     Target("mla_1", "latent attention at 128K, FP8 cache, 1 row", "at least 80 % of the ceiling", 80, False, attention(1), "{:.0f}"),
@@ -118,6 +121,7 @@ def page(folder: Path = FOLDER) -> str:
                                       ("decode", drafts), ("collectives-2", partial(ranks.collectives, table=table, source=source)),
                                       ("rank_steps", partial(ranks.rank_steps, table=table, source=source))) if name in data and (made := make(data[name]))]
     parts += [ranks.scaling([data[name] for name in RANK_FILES[2:]], table, source)] if all(name in data for name in RANK_FILES[2:]) else []
+    parts += [one_launch(data)] if "one_launch" in data else []
     missing = [f"`{name}`" for name in FILES + RANK_FILES if name not in data]
     parts += [f"Not measured yet: {', '.join(missing)}."] if missing else []
     return "\n\n".join(parts) + "\n"
@@ -159,6 +163,16 @@ def whole_steps(found: dict) -> str:
     head = ["rows", "sequences", "context", "ms", "rows a second", "floor, ms", "x floor", "µs a layer", "experts a layer"]
     return (f"## Whole steps\n\n{first['kv_cache_dtype']} cache, rank {first['rank']} of {first['tp']}, {found['layers']} layers, read ceiling "
             f"{first['ceiling_tb_s']:.2f} TB/s.\n\n{table(head, rows)}" + ("\n" + skipped if skipped else "") + source("step", found))
+
+
+def one_launch(data: dict) -> str:
+    rows = []
+    for s in data["one_launch"]["steps"]:
+        standard = steps(data, rows=s["rows"], sequences=s["sequences"], context=s["context"])
+        rows.append([s["rows"], kilo(s["context"]), f"{s['ms']:.3f}", f"{s['ratio_to_floor']:.2f}", f"{s['us_a_layer']:.1f}", f"{standard[0]['ms']:.3f}" if standard else ""])
+    return (f"## Steps in one launch\n\n`--decode-backend latency_specialized`, which `auto` does not choose. Logits, KDA records and new cache rows have the bytes of the standard "
+            f"path's kernels.\nThe last column is of `step.json`.\n\n{table(['rows', 'context', 'ms', 'x floor', 'µs a layer', 'standard path, ms'], rows)}"
+            + source("one_launch", data["one_launch"]))
 
 
 def stages(found: dict) -> str:

@@ -2,7 +2,7 @@
 from ..emit import Probes, launches_of
 from ..plan import Op, Plan
 from .cuda_driver import Device, Launch
-from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
+from .cuda_kernels import BucketKernels, compile_bucket
 from .cuda_launch import StepLaunches
 from .cuda_memory import RankMemory
 from .cuda_step_io import Half, StepIO

@@ -13,7 +13,7 @@ from . import nccl, wire
 from .collectives import TcpRanks
 from .launch import Launch, launched
 from .loading import Loading
-from .machine import AUTO_RANKS, PROCESSES, RANKS, STANDARD, VIRTUAL, probe_driver
+from .machine import AUTO_RANKS, PROCESSES, RANKS, STANDARD, VIRTUAL, gpu_problem, probe_driver
 from .model_identity import identity
 from .rank_backend import RankedBackend, follow
 from .rank_watch import EXPLAIN_S, Watch
@@ -61,9 +61,12 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
 
 
 def _have_gpus(given: dict, model, draft_model) -> bool:
-    """Whether ranks that nobody has started belong on GPUs of their own: there are enough, and other processes can open the models."""
+    """Whether ranks that nobody has started belong on GPUs of their own: the kernels run on as many of those visible, and other processes can open the models."""
     are_named = all(isinstance(m, (str, os.PathLike, type(None))) for m in (model, draft_model))
-    return given["decode_backend"] == STANDARD and are_named and isinstance(given["tp"], int) and len(probe_driver().gpus) >= given["tp"]
+    if given["decode_backend"] != STANDARD or not are_named or not isinstance(given["tp"], int):
+        return False
+    gpus = probe_driver().gpus
+    return len(gpus) >= given["tp"] and not any(map(gpu_problem, gpus[:given["tp"]]))
 
 
 class Job:

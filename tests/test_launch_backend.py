@@ -1,6 +1,8 @@
 """Which steps a backend runs in one launch, what it counts, and what it says of a launch that ended itself; without a GPU."""
 import ctypes
+import gc
 import re
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -83,6 +85,17 @@ def test_reasons_of_row_counts_are_found_once(monkeypatch):
     virtual = launches(monkeypatch, build, ranks=VIRTUAL)
     assert all("several ranks" in virtual.declines(b) for b in ROW_BUCKETS) and asked == list(BUCKETS)
     virtual.close()
+
+
+def test_what_knows_of_failures_outlives_launches_that_nobody_closed(monkeypatch):
+    """It is asked as long as the process lasts, and holds nothing that the GPU has: memory of a backend that was dropped must be free."""
+    found = launches(monkeypatch, None)
+    gone, ask = weakref.ref(found), found.failure
+    assert ask in cuda_driver.explanations
+    del found
+    gc.collect()
+    assert gone() is None and ask in cuda_driver.explanations
+    cuda_driver.explanations.remove(ask)
 
 
 class OnHost(np.ndarray):

@@ -127,7 +127,8 @@ def test_a_rank_opens_no_gpu_but_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize(("count", "options", "are_processes"), [
-    (4, {}, True), (8, {}, True), (4, {"decode_backend": "latency_specialized"}, True), (3, {}, False), (4, {"ranks": "virtual"}, False), (4, {"tp": 1}, False), (4, {"decode_backend": "reference"}, False),
+    (4, {}, True), (8, {}, True), (4, {"decode_backend": "latency_specialized"}, True), (3, {}, False), (4, {"ranks": "virtual"}, False),
+    (4, {"tp": 1}, False), (4, {"decode_backend": "reference"}, False),
     (4, {"model": MadeCheckpoint(made_config())}, False), (4, {"tp": "4"}, False),
 ], ids=["enough", "more", "in one launch", "too few", "virtual", "one rank", "on the CPU", "an open model", "no number"])
 def test_ranks_have_a_gpu_each_where_there_are_enough(count, options, are_processes, monkeypatch):

@@ -42,6 +42,14 @@ def test_the_page_is_up_to_date():
     assert (ROOT / "docs/performance.md").read_text(encoding="utf-8") == made.page(), "run scripts/make_performance.py"
 
 
+def test_why_auto_leaves_the_step_in_one_launch_is_what_the_page_has():
+    """The package has no benchmark's file, but `k3cuda info` gives two of its times."""
+    data = {name: json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text(encoding="utf-8")) for name in ("step", "one_launch")}
+    for rows in (1, 8):
+        (one,), (standard,) = (made.steps(data, name, rows=rows, sequences=1, context=rows) for name in ("one_launch", "step"))
+        assert f"of {rows} row{'s' if rows > 1 else ' takes'} {one['ms']:.2f} {'ms ' if rows == 1 else ''}against {standard['ms']:.2f}" in NOT_AUTO[LATENCY_SPECIALIZED]
+
+
 def test_a_table_is_there_only_if_its_file_is(folder):
     path, put = folder
     page = made.page(path)

@@ -129,10 +129,11 @@ def test_a_rank_opens_no_gpu_but_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize(("count", "options", "are_processes"), [
-    (4, {}, True), (8, {}, True), (3, {}, False), (4, {"ranks": "virtual"}, False), (4, {"tp": 1}, False), (4, {"decode_backend": "reference"}, False),
+    (4, {}, True), (8, {}, True), (4, {"decode_backend": "latency_specialized"}, True), (3, {}, False), (4, {"ranks": "virtual"}, False),
+    (4, {"tp": 1}, False), (4, {"decode_backend": "reference"}, False),
     (4, {"model": MadeCheckpoint(made_config())}, False), (4, {"tp": "4"}, False),
     (4, {"capability": "7.5"}, False),
-], ids=["enough", "more", "too few", "virtual", "one rank", "on the CPU", "an open model", "no number", "other GPUs"])
+], ids=["enough", "more", "in one launch", "too few", "virtual", "one rank", "on the CPU", "an open model", "no number", "other GPUs"])
 def test_ranks_have_a_gpu_each_where_there_are_enough(count, options, are_processes, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)

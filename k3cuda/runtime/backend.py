@@ -75,7 +75,7 @@ class Judged:
 
 @dataclass
 class StepCounts:
-    """How many steps ran on which decode backend, and why a slower one was taken."""
+    """How many steps ran on which decode backend. `reasons`: why steps not on the one that was asked for, and why rows were drawn or judged on the host."""
 
     steps: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)

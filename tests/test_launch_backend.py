@@ -64,6 +64,19 @@ def launches(monkeypatch, build, **more):
     return cuda_launch.StepLaunches(**values | more)
 
 
+def test_who_asks_for_one_launch_and_cannot_have_it_is_told(monkeypatch, caplog):
+    """By a warning each: of a backend when it opens, of a number of rows when it is first asked for."""
+    def build(self, bucket):
+        raise PlanError("sizes that no phase has")
+
+    launches(monkeypatch, build, ranks=VIRTUAL)
+    found = launches(monkeypatch, build)
+    for _ in range(2):
+        assert found.declines(2)
+    first, second = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert first.startswith("no step runs in one launch: several ranks") and second == "steps of 2 rows do not run in one launch: sizes that no phase has"
+
+
 def test_reasons_of_row_counts_are_found_once(monkeypatch):
     asked = []
 

@@ -82,6 +82,8 @@ class StepLaunches:
     def __init__(self, plan: Plan, memory: RankMemory, device: Device, stream: int, kv_cache_dtype: str, ranks: str, probes: Probes, loading: Loading):
         self.plan, self.memory, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memory, device, stream, kv_cache_dtype, loading
         self._misfit = misfit(plan, ranks, probes)
+        if self._misfit:
+            log.warning("no step runs in one launch: %s", self._misfit)
         self._made: dict[int, _Built | str] = {}   # bucket -> a launch, or why there is none
         self._exchanges: list[cupy.ndarray] = []
         self._records = _Records()
@@ -97,7 +99,7 @@ class StepLaunches:
                 self._made[bucket] = self._build(bucket)
                 self._records.programs[bucket] = self._made[bucket].program
             except (PlanError, CompileError) as e:
-                log.info("a step of %d rows does not run in one launch: %s", bucket, e.message)
+                log.warning("steps of %d rows do not run in one launch: %s", bucket, e.message)
                 self._made[bucket] = e.message
         made = self._made[bucket]
         return made if isinstance(made, str) else None

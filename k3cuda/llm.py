@@ -37,7 +37,7 @@ class LLM:
         draft_model: a DSpark draft model for it, named likewise: "demo-draft" or "demo-draft-gqa" for "demo", their like for "tiny-random"; None: no speculation.
         tp: ranks the model is cut into; None: 1, or what a repacked model is for.
         dcp: how many ranks hold the MLA cache together, a divisor of `tp`; 1: every rank holds all of it.
-        ranks: "virtual": all in this process; "processes": each in its own, with `rendezvous_timeout` seconds to meet; "auto": what a launcher, or enough GPUs for "standard", ask for.
+        ranks: "virtual": all in this process; "processes": each in its own, with `rendezvous_timeout` seconds to meet; "auto": as a launcher, or a GPU for each, asks.
         collectives: what carries them between processes that have a GPU each: "nccl", or "peer", inside a kernel, where their memory can be mapped.
         decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
         max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.

@@ -142,5 +142,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     if given.trace and (given.ranks == 1 or not given.output):
         parser.error(f"--trace: found --ranks {given.ranks} and --output {given.output}, wanted two or more and a file")
+    if given.trace and given.layers <= max(rank_trace.LAYERS):
+        parser.error(f"--trace: found --layers {given.layers}, wanted {max(rank_trace.LAYERS) + 1} or more, which have the layers that it shows")
     path = given.output.with_name(f"{given.output.stem}-trace.json") if given.trace else None
     sys.exit(rank_script.main(given, lambda *place: measure(*place, given.layers, given.rows, path)))

@@ -63,7 +63,7 @@ case $name in
   bench_core | bench_cores | bench_mla | bench_sample) exec python3 "scripts/$name.py" "$@" ;;
   # All that `train` does in a minute and a half, with two steps of the target: what is broken is known before the minutes are spent.
   rehearse) rm -rf build/rehearsal; exec python3 scripts/train_demo.py build/rehearsal --steps 2 --minutes 1.5 "$@" ;;
-  # The demo model and its drafts in 9.2 minutes, all of it included (docs/demo.md): demo.tar and train.jsonl in $OUT. What a call that ran out of
+  # The demo model and its drafts in at most 9.2 minutes, all of it included (docs/demo.md): demo.tar and train.jsonl in $OUT. What a call that ran out of
   # time had done stays in build/train_demo, and the next one goes on from there. Extra arguments are those of scripts/train_demo.py.
   train)
     code=0

@@ -7,7 +7,7 @@ from bench_collectives import Clock
 
 EXCHANGES, PART = 2_000, 1024   # whose notes tell the clocks apart; bytes that a rank sends in one of them
 WARM = 3                        # steps before the one that is traced: the first captures
-LAYERS = 2, 3                   # of the release: the first of KDA with experts, and the first of latent attention
+LAYERS = 2, 3                   # of the release: KDA with experts, and the first of latent attention
 
 
 def apart(notes: np.ndarray) -> tuple[list[float], list[float]]:

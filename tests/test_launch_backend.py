@@ -1,6 +1,8 @@
 """Which steps a backend runs in one launch, what it counts, and what it says of a launch that ended itself; without a GPU."""
 import ctypes
+import gc
 import re
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,6 +64,19 @@ def launches(monkeypatch, build, **more):
     return cuda_launch.StepLaunches(**values | more)
 
 
+def test_who_asks_for_one_launch_and_cannot_have_it_is_told(monkeypatch, caplog):
+    """By a warning each: of a backend when it opens, of a number of rows when it is first asked for."""
+    def build(self, bucket):
+        raise PlanError("sizes that no phase has")
+
+    launches(monkeypatch, build, ranks=VIRTUAL)
+    found = launches(monkeypatch, build)
+    for _ in range(2):
+        assert found.declines(2)
+    first, second = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert first.startswith("no step runs in one launch: several ranks") and second == "steps of 2 rows do not run in one launch: sizes that no phase has"
+
+
 def test_reasons_of_row_counts_are_found_once(monkeypatch):
     asked = []
 
@@ -71,7 +86,7 @@ def test_reasons_of_row_counts_are_found_once(monkeypatch):
             raise PlanError("sizes that no phase has")
         if bucket == 4:
             raise CompileError("no room", "look")
-        return SimpleNamespace(launch=bucket, module=SimpleNamespace(close=lambda: None))
+        return SimpleNamespace(launch=bucket, program=None, module=SimpleNamespace(close=lambda: None))
 
     found = launches(monkeypatch, build)
     want = {1: None, 2: "sizes that no phase has", 4: "no room", 8: None}
@@ -83,6 +98,17 @@ def test_reasons_of_row_counts_are_found_once(monkeypatch):
     virtual = launches(monkeypatch, build, ranks=VIRTUAL)
     assert all("several ranks" in virtual.declines(b) for b in ROW_BUCKETS) and asked == list(BUCKETS)
     virtual.close()
+
+
+def test_what_knows_of_failures_outlives_launches_that_nobody_closed(monkeypatch):
+    """It is asked as long as the process lasts, and holds nothing that the GPU has: memory of a backend that was dropped must be free."""
+    found = launches(monkeypatch, None)
+    gone, ask = weakref.ref(found), found.failure
+    assert ask in cuda_driver.explanations
+    del found
+    gc.collect()
+    assert gone() is None and ask in cuda_driver.explanations
+    cuda_driver.explanations.remove(ask)
 
 
 class OnHost(np.ndarray):
@@ -100,14 +126,14 @@ def test_what_a_launch_is_made_of(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: None)
     cupy = SimpleNamespace(asarray=array, zeros=lambda n, dtype: array(np.zeros(n, dtype)), full=lambda n, v, dtype: array(np.full(n, v, dtype)), uint8=np.uint8, uint32=np.uint32, ndarray=np.ndarray,
                            cuda=SimpleNamespace(get_current_stream=lambda: stream, alloc_pinned_memory=lambda nbytes: bytearray(nbytes)))
-    made, compiled = [], []
+    made, compiled, closed = [], [], []
 
     def launch(function, grid, block, arguments, **options):
         made.append(SimpleNamespace(function=function, grid=grid, arguments=arguments, launch=lambda: None, **options, config=grid))
         return made[-1]
 
     constants = lambda name, count: (576, 230_000, CLUSTER, 16)
-    module = SimpleNamespace(constants=constants, function=lambda name, shared=0: name, close=lambda: None)
+    module = SimpleNamespace(constants=constants, function=lambda name, shared=0: name, close=lambda: closed.append(True))
     cu = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda function, grid: 64, cuStreamSynchronize=lambda stream: None)
     for name, value in {"cupy": cupy, "Launch": launch, "Module": lambda cubin: module, "check": lambda result: result, "driver": lambda: cu,
                         "compiled_launch": lambda plan, program, arch: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
@@ -129,6 +155,13 @@ def test_what_a_launch_is_made_of(monkeypatch):
         table = (ctypes.c_uint64 * args.phases).from_address(args.weights)
         assert table[args.phases - 1] == rank.weights[None, "lm_head"][0].ctypes.data
         assert found.declines(8) is None and found.launch(8).arguments[0].exchange == args.exchange and found.launch(8).arguments[0].counts != args.counts
+
+        def full(*_):
+            raise PlanError("the plan has not that")
+
+        monkeypatch.setattr(cuda_launch, "Pointers", full)
+        before = len(closed)
+        assert found.declines(4) == "the plan has not that" and len(closed) == before + 2   # of 132 blocks, which do not fit, and of 128
     finally:
         found.close()
 
@@ -169,10 +202,10 @@ def test_a_launch_that_ended_itself_says_who_waited_for_what(monkeypatch, plan):
         with pytest.raises(DeviceError, match="unspecified launch failure"):
             cuda_driver.check((code,))
         assert found.failure() is None
-        found._troubles[8][:5] = 3, 17, 4, at, 99
+        found._records.words[8][:5] = 3, 17, 4, at, 99
         with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited 2 s for a vector in o_proj, layer 40 \(phase {at}, 99\); use decode_backend 'standard'"):
             cuda_driver.check((code,))
-        assert trouble_text(found._troubles[8], program) in str(found.failure())
+        assert trouble_text(found._records.words[8], program) in str(found.failure())
         with pytest.raises(StepTimeout, match="o_proj, layer 40"), cuda_launch.explained():   # as in each call of a backend
             raise CUDARuntimeError(719)
     finally:

@@ -6,6 +6,8 @@ import re
 import pytest
 from command import ROOT
 
+from k3cuda.runtime.machine import LATENCY_SPECIALIZED, NOT_AUTO
+
 spec = importlib.util.spec_from_file_location("make_performance", ROOT / "scripts/make_performance.py")
 made = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(made)
@@ -38,6 +40,14 @@ def folder(tmp_path):
 
 def test_the_page_is_up_to_date():
     assert (ROOT / "docs/performance.md").read_text(encoding="utf-8") == made.page(), "run scripts/make_performance.py"
+
+
+def test_why_auto_leaves_the_step_in_one_launch_is_what_the_page_has():
+    """The package has no benchmark's file, but `k3cuda info` gives two of its times."""
+    data = {name: json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text(encoding="utf-8")) for name in ("step", "one_launch")}
+    for rows in (1, 8):
+        (one,), (standard,) = (made.steps(data, name, rows=rows, sequences=1, context=rows) for name in ("one_launch", "step"))
+        assert f"of {rows} row{'s' if rows > 1 else ' takes'} {one['ms']:.2f} {'ms ' if rows == 1 else ''}against {standard['ms']:.2f}" in NOT_AUTO[LATENCY_SPECIALIZED]
 
 
 def test_a_table_is_there_only_if_its_file_is(folder):
@@ -120,3 +130,11 @@ def test_ranks_with_a_gpu_each(folder):
     assert "| 1 | 1 |  | 2.000 | 2.500 | 1.25 | 1.00 |" in page and "| 1 | 2 | inside a kernel | 1.000 | 1.250 | 1.25 | 2.00 |" in page and "| 1.100 | 1.10 |" not in page
     put("collectives-2", ranks=2, nccl="2.28.9", replays=10_000, no_peers="rank 1 cannot map", empty={"us": 1.0}, collectives=times[:1], nccl_settings={})
     assert "No exchange: rank 1 cannot map." in made.page(path) and "| 12.50 (13.50) |  |" in made.page(path)
+
+
+def test_why_auto_does_not_choose_one_launch_has_the_numbers_of_the_page():
+    """What `k3cuda info` says."""
+    ms = [next(s["ms"] for s in json.loads((made.FOLDER / f"{name}.json").read_text(encoding="utf-8"))["steps"] if s["rows"] == s["context"] == rows)
+          for rows in (1, 8) for name in ("one_launch", "step")]
+    said = "of 1 row takes {:.2f} ms against {:.2f}, of 8 rows {:.2f} against {:.2f}".format(*ms)
+    assert said in NOT_AUTO[LATENCY_SPECIALIZED]

@@ -61,3 +61,9 @@ def test_times_never_stand_under_a_false_name():
     ways["peer"].ranks = "nccl"
     with pytest.raises(BenchmarkError, match="collectives by peer: nccl carries them"):
         bench_ranks.check_ways(ways)
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--ranks", "1"], "found --ranks 1"), (["--layers", "3"], "found --layers 3, wanted 4 or more")], ids=["one rank", "too few layers"])
+def test_a_trace_that_cannot_be_made_is_refused_before_anything_is_timed(words, said, tmp_path):
+    (code, _, errors), = ends(start([sys.executable, ROOT / "scripts/bench_ranks.py", "--trace", "--output", tmp_path / "steps.json", *words]))
+    assert code == 2 and said in errors, errors

@@ -16,6 +16,7 @@ from k3cuda.runtime import rank_watch, wire
 from k3cuda.runtime.backend import DraftAsk, Judge, Judged
 from k3cuda.runtime.collectives import TcpRanks
 from k3cuda.runtime.launch import Launch
+from k3cuda.runtime.machine import Gpu
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.open_model import _choose_backend
@@ -82,8 +83,9 @@ def test_what_cannot_be_refused_later_is_refused_before_a_process_starts(monkeyp
         LLM("tiny-random", tp=2, ranks="many")
 
 
-def gpus(monkeypatch, count):
-    monkeypatch.setattr("k3cuda.runtime.rank_job.probe_driver", lambda: SimpleNamespace(gpus=(None,) * count))
+def gpus(monkeypatch, count, capability="9.0"):
+    found = tuple(Gpu(i, "a GPU", capability, 1 << 37) for i in range(count))
+    monkeypatch.setattr("k3cuda.runtime.rank_job.probe_driver", lambda: SimpleNamespace(gpus=found))
     monkeypatch.setattr("k3cuda.runtime.nccl.library", lambda: None)
 
 
@@ -127,14 +129,16 @@ def test_a_rank_opens_no_gpu_but_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize(("count", "options", "are_processes"), [
-    (4, {}, True), (8, {}, True), (3, {}, False), (4, {"ranks": "virtual"}, False), (4, {"tp": 1}, False), (4, {"decode_backend": "reference"}, False),
+    (4, {}, True), (8, {}, True), (4, {"decode_backend": "latency_specialized"}, True), (3, {}, False), (4, {"ranks": "virtual"}, False),
+    (4, {"tp": 1}, False), (4, {"decode_backend": "reference"}, False),
     (4, {"model": MadeCheckpoint(made_config())}, False), (4, {"tp": "4"}, False),
-], ids=["enough", "more", "too few", "virtual", "one rank", "on the CPU", "an open model", "no number"])
+    (4, {"capability": "7.5"}, False),
+], ids=["enough", "more", "in one launch", "too few", "virtual", "one rank", "on the CPU", "an open model", "no number", "other GPUs"])
 def test_ranks_have_a_gpu_each_where_there_are_enough(count, options, are_processes, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
-    gpus(monkeypatch, count)
-    asked = {"ranks": "auto", "model": "tiny-random", "tp": 4, "decode_backend": "standard"} | options
+    asked = {"ranks": "auto", "model": "tiny-random", "tp": 4, "decode_backend": "standard", "capability": "9.0"} | options
+    gpus(monkeypatch, count, asked.pop("capability"))
     job = open_job(asked.pop("ranks"), None, asked.pop("model"), None, asked, 60)
     assert (job is not None) == are_processes
 

@@ -1,9 +1,7 @@
 """What the training of the demo does between its products: its own kernels, run on the CPU, against PyTorch's operations, values and gradients; and chunks of
 KDA against the recurrence."""
-import ctypes
 import sys
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch trains the demo; nothing else needs it")

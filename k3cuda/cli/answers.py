@@ -134,7 +134,7 @@ def document(output, llm) -> dict:
 def report(output, *, counts=None, is_seed_drawn: bool = False, is_json: bool = False) -> None:
     """What was used and how fast it went, on stderr; where only warnings are shown, at least a seed that nobody else knows.
 
-    `counts`: the backend's StepCounts, told where steps ran on another decode backend than the one asked for.
+    `counts`: the backend's StepCounts, told where they have reasons.
     """
     sampling, stats = output.sampling, output.stats
     if not output.text and output.reasoning and output.finish_reason in ("stop", "length") and not is_json:

@@ -149,7 +149,7 @@ def _stages(bench, names=()) -> dict:
     for s in found:
         say(f"  {s['stage']:12} {s['us']:9.2f} {s['gb_s']:7.0f} {100 * s['of_ceiling']:5.1f}{' (fits a cache)' if s['fits_cache'] and s['mb'] else ''}")
     be = bench.backend
-    return {"decode_backend": be.name, "rows": bench.rows, "sequences": bench.sequences, "tp": bench.tp, "rank": bench.rank, "context": bench.context,
+    return {"decode_backend": STANDARD, "rows": bench.rows, "sequences": bench.sequences, "tp": bench.tp, "rank": bench.rank, "context": bench.context,
             "kv_cache_dtype": be.kv_cache_dtype, "ceiling_tb_s": round(bench.ceiling / 1e12, 3), "forced_experts": be.probes.forced_experts, "stages": found}
 
 

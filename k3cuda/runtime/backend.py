@@ -75,7 +75,7 @@ class Judged:
 
 @dataclass
 class StepCounts:
-    """How many steps ran on which decode backend, and why a slower one was taken."""
+    """How many steps ran on which decode backend. `reasons`: why steps not on the one that was asked for, and why rows were drawn or judged on the host."""
 
     steps: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -95,7 +95,7 @@ def check_buffer(name: str, rank: int, ranks: int) -> Buffer:
         near = get_close_matches(str(name), BY_NAME, n=4, cutoff=0.5)
         raise UsageError(f"buffer {name!r:.60} is unknown", f"near it are {', '.join(near)}" if near else "docs/dataflow.md lists all of them")
     if rank not in range(ranks):
-        raise UsageError(f"buffer {name}: found rank {rank!r:.60}, wanted one below {ranks}")
+        raise UsageError(f"buffer {name}: found rank {rank!r:.60}, wanted one below {ranks}", "ranks that are processes have their own buffers: open the model with ranks='virtual' for all of them here")
     return BY_NAME[name]
 
 

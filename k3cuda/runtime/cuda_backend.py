@@ -78,9 +78,8 @@ class CudaBackend(StepGraphs):
         super().__init__(build_plan(self.cfg, tp, drafting and drafting.taps, dcp), device, cupy.cuda.Stream(non_blocking=True), _KV_DTYPES[kv_cache_dtype], ride, probes, loading)
         self.dcp, self.page_tokens = dcp, page_tokens(dcp)
         self.tp, self.num_slots, self.max_rows, self.drafting = tp, max_batch, self.most_rows, drafting
-        self.name = LATENCY_SPECIALIZED if specialized else STANDARD
         self.overlaps = self.overlaps and drafting is None   # what is drafted next depends on the tokens of this step
-        self.ranks = "virtual" if only_rank is None else LOOPBACK
+        self.name, self.ranks = LATENCY_SPECIALIZED if specialized else STANDARD, "virtual" if only_rank is None else LOOPBACK
         owned = list(range(tp)) if only_rank is None else [only_rank]
         self._owned, self._utilization, self._limit = owned, memory_utilization, memory_limit
         if weights is None:
@@ -88,8 +87,7 @@ class CudaBackend(StepGraphs):
         else:
             self._weights = [weights(self.plan, source, tp, r) for r in owned]
         self.draft = drafting and CudaDraft(drafting, owned, tp, draft_weights, self._weights, device, self.stream, loading, carry, building, dcp)
-        self._is_lent = False   # whether a caller has buffers
-        self.counts = StepCounts()
+        self.counts, self._is_lent = StepCounts(), False   # whether a caller has buffers
         self.memories, self._io, self._accept = [], None, None
         try:
             self.bind_cache(max_model_len)
@@ -128,6 +126,7 @@ class CudaBackend(StepGraphs):
             self.step_launches = StepLaunches(self.plan, self.memories[0], self.device, self._raw_stream, self.kv_cache_dtype, self.ranks, self.probes, self._loading)
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
 
+    @explained()
     def _unbind(self) -> None:
         """Drops all that holds addresses of the cache, and then its memory."""
         self.stream.synchronize()
@@ -202,6 +201,7 @@ class CudaBackend(StepGraphs):
     def new_logits(self, rows: int) -> cupy.ndarray:
         return cupy.empty((rows, self.cfg.vocab_size), np.float32)
 
+    @explained()
     def copy_logits(self, out: cupy.ndarray) -> None:
         current = cupy.cuda.get_current_stream()
         current.wait_event(self.stream.record())
@@ -256,8 +256,7 @@ class CudaBackend(StepGraphs):
         self._io.fill(half)
         refused = self._io.fill_draws(half, draws, slots)
         self._run("launch", rows, half)
-        accepted = np.ones(len(rows), bool)
-        self._check.commit(accepted)
+        self._check.commit(accepted := np.ones(len(rows), bool))
         if self.draft:
             self.draft.commit(rows, accepted)
         return self._pending(half, draws, slots, refused)
@@ -293,6 +292,7 @@ class CudaBackend(StepGraphs):
     def write(self, **values) -> None:
         """Sets input buffers by name; those that stand behind the first of them are loaded too, as they were set last."""
         self._io.write(**values)
+
 
 def inputs_of(rows: StepRows) -> dict[str, np.ndarray]:
     """Input buffers of a step that takes all its rows for accepted."""

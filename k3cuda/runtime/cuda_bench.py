@@ -24,6 +24,7 @@ from .cuda_bench_checks import check_experts, check_step, check_time, other_buck
 from .cuda_compare import launch_groups
 from .cuda_driver import open_device
 from .cuda_kernels import bucket_of, compile_bucket, side_by_side
+from .cuda_launch import explained
 from .cuda_synthetic import Filler, synthetic_draft, synthetic_weights
 from .cuda_timing import Timer
 from .drafting import Drafting
@@ -81,7 +82,7 @@ class StepBench:
     def compile(self, rows, probes=(NO_PROBES,), more=()) -> None:
         """Kernels for steps of so many rows and for their checks, and the buckets `more`, all side by side."""
         buckets, start = {b for n in rows for b in (bucket_of(n), other_bucket(n)[0])} | set(more), time.perf_counter()
-        launches = {bucket_of(n) for n in rows} & set(BUCKETS) if self.specialized else ()
+        launches = {bucket_of(n) for n in rows} & set(BUCKETS) if self.specialized and NO_PROBES in probes else ()
         side_by_side([partial(self._launch_ahead, b) for b in launches]
                      + [partial(compile_bucket, self._plan, b, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=p) for p in probes for b in buckets])
         log.info("kernels compiled in %.1f s", time.perf_counter() - start)
@@ -133,14 +134,15 @@ class StepBench:
         self.backend.write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
                             row_position=np.tile(np.arange(first, context), sequences), logit_rows=np.arange(n)[-DECODE_ROWS:], row_accepted=np.ones(n))
 
+    @explained()
     def step(self, walk: bool = False) -> dict:
         """Milliseconds of the placed step with its commit (median), beside the floor of the bytes that it must read.
 
-        A step in one launch is checked against the standard path's kernels, whose choice of experts is its own, too.
+        A step in one launch is checked against the standard path's kernels; `distinct_experts` are counted from what those choose.
 
         Args:
             walk: also compares sampled layers, operation by operation, with the reference, where the step has operations.
-        Raises BenchmarkError: a check failed, see cuda_bench_checks.py.
+        Raises BenchmarkError: a check failed, see cuda_bench_checks.py. StepTimeout: a launch ended itself.
         """
         be, bucket = self.backend, bucket_of(self.rows)
         self.restore()   # a step before this one left its commit

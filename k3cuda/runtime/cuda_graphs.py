@@ -1,8 +1,10 @@
 """Kernels of a backend's steps, and graphs of them: what CudaBackend launches, apart from what it is asked."""
+from contextlib import suppress
+
 from ..emit import Probes, launches_of
 from ..plan import Op, Plan
 from .cuda_driver import Device, Launch
-from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
+from .cuda_kernels import BucketKernels, compile_bucket
 from .cuda_launch import StepLaunches
 from .cuda_memory import RankMemory
 from .cuda_step_io import Half, StepIO
@@ -84,9 +86,14 @@ class StepGraphs:
                 launches = self._single(bucket) if single else self.launches(what, bucket)
             with self._loading.phase("capture"), self.stream:
                 self.stream.begin_capture()
-                for _, group in launches:
-                    for launch in group:
-                        launch.launch()
+                try:
+                    for _, group in launches:
+                        for launch in group:
+                            launch.launch()
+                except BaseException:
+                    with suppress(RuntimeError):   # CuPy's: else whoever waits for the stream next would be told of the capture, and not of this
+                        self.stream.end_capture()
+                    raise
                 graph = self.stream.end_capture()
             self._graphs[key] = graph, launches
         return self._graphs[key]

@@ -25,6 +25,9 @@ from .loading import Loading
 
 log = logging.getLogger("k3cuda")
 
+_RECORD = 16   # words of a Watch record, and room between two
+
+
 @contextmanager
 def explained():
     """Where CuPy's runtime fails: raises what one of `explanations` knows in the place of its own words."""
@@ -34,9 +37,6 @@ def explained():
         for error in filter(None, (ask() for ask in explanations)):
             raise error from failed
         raise
-
-
-_RECORD = 16   # words of a Watch record, and room between two
 
 
 @dataclass
@@ -49,6 +49,29 @@ class _Built:
     held: tuple
 
 
+class _Records:
+    """Watch records of a rank's launches, in the host's memory, which outlives what a launch does to itself. `programs`: bucket -> whose they are.
+
+    Apart from StepLaunches: what `explanations` keeps of a backend that nobody closed is none of the GPU's memory.
+    """
+
+    def __init__(self):
+        words = len(BUCKETS) * _RECORD
+        self._pinned = cupy.cuda.alloc_pinned_memory(words * 4)
+        self.words = dict(zip(BUCKETS, np.frombuffer(self._pinned, np.uint32, words).reshape(-1, _RECORD)))
+        for record in self.words.values():
+            record[:] = 0
+        self.programs: dict[int, BlockProgram] = {}
+
+    def failure(self) -> StepTimeout | None:
+        """Who of a launch waited too long, if anybody did."""
+        for bucket, program in self.programs.items():
+            if (record := self.words[bucket])[0]:
+                return StepTimeout(f"a step in one launch ended itself: {trouble_text(record, program)}",
+                                   "use decode_backend 'standard', and let nothing else use the GPU during a step")
+        return None
+
+
 class StepLaunches:
     """Launches of one rank's steps, one for each of BUCKETS, made when they are first asked for.
 
@@ -59,13 +82,12 @@ class StepLaunches:
     def __init__(self, plan: Plan, memory: RankMemory, device: Device, stream: int, kv_cache_dtype: str, ranks: str, probes: Probes, loading: Loading):
         self.plan, self.memory, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memory, device, stream, kv_cache_dtype, loading
         self._misfit = misfit(plan, ranks, probes)
+        if self._misfit:
+            log.warning("no step runs in one launch: %s", self._misfit)
         self._made: dict[int, _Built | str] = {}   # bucket -> a launch, or why there is none
         self._exchanges: list[cupy.ndarray] = []
-        words = len(BUCKETS) * _RECORD
-        self._pinned = cupy.cuda.alloc_pinned_memory(words * 4)   # which outlives what a launch does to itself
-        self._troubles = dict(zip(BUCKETS, np.frombuffer(self._pinned, np.uint32, words).reshape(-1, _RECORD)))
-        for record in self._troubles.values():
-            record[:] = 0
+        self._records = _Records()
+        self.failure = self._records.failure
         explanations.append(self.failure)
 
     def declines(self, bucket: int) -> str | None:
@@ -75,8 +97,9 @@ class StepLaunches:
         if bucket not in self._made:
             try:
                 self._made[bucket] = self._build(bucket)
+                self._records.programs[bucket] = self._made[bucket].program
             except (PlanError, CompileError) as e:
-                log.info("a step of %d rows does not run in one launch: %s", bucket, e.message)
+                log.warning("steps of %d rows do not run in one launch: %s", bucket, e.message)
                 self._made[bucket] = e.message
         made = self._made[bucket]
         return made if isinstance(made, str) else None
@@ -84,14 +107,6 @@ class StepLaunches:
     def launch(self, bucket: int) -> Launch:
         """For steps of up to so many rows, which `declines` has nothing against."""
         return self._made[bucket].launch
-
-    def failure(self) -> StepTimeout | None:
-        """Who of a launch waited too long, if anybody did."""
-        for bucket, made in self._made.items():
-            if (record := self._troubles[bucket])[0]:
-                return StepTimeout(f"a step in one launch ended itself: {trouble_text(record, made.program)}",
-                                   "use decode_backend 'standard', and let nothing else use the GPU during a step")
-        return None
 
     def close(self) -> None:
         """Graphs with its launches must be gone."""
@@ -115,7 +130,11 @@ class StepLaunches:
                 break
             module.close()   # some multiprocessors have no neighbour: fewer blocks, all of them resident
             sms = fit
-        return self._bound(program, module, function, threads, shared_bytes, cluster)
+        try:
+            return self._bound(program, module, function, threads, shared_bytes, cluster)
+        except (PlanError, MemoryError):   # MemoryError: CuPy's of a full GPU too
+            module.close()
+            raise
 
     def _bound(self, program: BlockProgram, module: Module, function, threads: int, shared_bytes: int, cluster: int) -> _Built:
         cfg, places = self.plan.cfg, self._places(module)
@@ -125,7 +144,7 @@ class StepLaunches:
         args = ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta),
                             routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, weights=table.data.ptr, programs=words.data.ptr,
                             row_slot=places.buffers["row_slot"], logit_rows=places.buffers["logit_rows"], result=places.buffers["logits"],
-                            exchange=exchange.data.ptr, counts=counts.data.ptr, trouble=self._troubles[program.rows].ctypes.data)
+                            exchange=exchange.data.ptr, counts=counts.data.ptr, trouble=self._records.words[program.rows].ctypes.data)
         launch = Launch(function, program.grid.sms, threads, [args], shared=shared_bytes, stream=self.stream, cluster=cluster, cooperative=True)
         cupy.cuda.get_current_stream().synchronize()   # which has written all of it; the backend's does not wait for that one
         return _Built(program, module, launch, (structures, words, counts, table, exchange))

@@ -13,7 +13,7 @@ from . import nccl, wire
 from .collectives import TcpRanks
 from .launch import Launch, launched
 from .loading import Loading
-from .machine import AUTO_RANKS, PROCESSES, RANKS, STANDARD, VIRTUAL, probe_driver
+from .machine import AUTO_RANKS, ON_GPU, PROCESSES, RANKS, VIRTUAL, gpu_problem, probe_driver
 from .model_identity import identity
 from .rank_backend import RankedBackend, follow
 from .rank_watch import EXPLAIN_S, Watch
@@ -34,7 +34,7 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
     """The job that this process belongs to; None where all ranks run in it.
 
     Args:
-        ranks: "virtual", "processes", or "auto": processes where a launcher has started several, or where `standard` has a GPU here for each.
+        ranks: "virtual", "processes", or "auto": processes where a launcher has started several, or where a backend on GPUs has one here for each.
         place: in the job, where the caller knows it.
         model, draft_model: as users name them. given: other arguments of `open_model`, JSON-ready; equal on every rank.
         timeout: seconds for all ranks to come.
@@ -61,9 +61,12 @@ def open_job(ranks, place: Launch | None, model, draft_model, given: dict, timeo
 
 
 def _have_gpus(given: dict, model, draft_model) -> bool:
-    """Whether ranks that nobody has started belong on GPUs of their own: there are enough, and other processes can open the models."""
+    """Whether ranks that nobody has started belong on GPUs of their own: the kernels run on as many of those visible, and other processes can open the models."""
     are_named = all(isinstance(m, (str, os.PathLike, type(None))) for m in (model, draft_model))
-    return given["decode_backend"] == STANDARD and are_named and isinstance(given["tp"], int) and len(probe_driver().gpus) >= given["tp"]
+    if given["decode_backend"] not in ON_GPU or not are_named or not isinstance(given["tp"], int):
+        return False
+    gpus = probe_driver().gpus
+    return len(gpus) >= given["tp"] and not any(map(gpu_problem, gpus[:given["tp"]]))
 
 
 class Job:

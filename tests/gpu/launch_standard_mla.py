@@ -3,7 +3,7 @@ import core_kernels as ck
 import numpy as np
 
 from k3cuda.config import MLA_NORM_EPS
-from k3cuda.launch_mla import CACHES, HeadProduct, MlaAttend, MlaCombine, MlaNorm, NormedProduct
+from k3cuda.launch_mla import CACHES, MlaAttend, MlaCombine, MlaNorm, NormedProduct
 from k3cuda.launch_operands import LaunchMla
 from k3cuda.launch_operands import MlaAttend as Attend
 from k3cuda.launch_operands import MlaWrite as Write

@@ -20,7 +20,7 @@ ROUNDS = {CLOSED: "mix_closed", SUMS: "mix_sums", OUT: "mix_out"}
 BLOCKS = {1: 132, 2: 132, 4: 120}                 # of clusters that an H200 holds at once
 COPY = 7680                                       # bytes of a bulk copy at most
 # (cluster, rows): copies that the kernel of 21 whole layers has room for (tests/test_predict_launch.py).
-SLOTS = {(2, 1): 25, (2, 8): 15, (4, 1): 24, (4, 8): 13}
+SLOTS = {(2, 1): 25, (2, 8): 16, (4, 1): 25, (4, 8): 14}
 LAYERS = 9                                        # steady by the fourth: layers 4 to 7 are one period
 CASES = {"1 row": (1, 16, "all carried"), "8 rows": (8, 107, "both mixes phases")}
 HALF = {name: (few / 2, more / 2) for name, (few, more) in timeline.OWN.items()}

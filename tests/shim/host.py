@@ -25,7 +25,8 @@ def build(source: str, kernels, folder: Path, headers: dict[str, str] | None = N
         (folder / name).write_text(text)
     unit, out = folder / "unit.cpp", folder / "unit.so"
     unit.write_text(source + "".join(f"K3_SHIM_EXPORT({k})\n" for k in kernels))
-    done = subprocess.run([COMPILER, "-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-w", "-DK3_HOST_SHIM", "-include",
+    # Else what is static in a template is one for all libraries of the process, and shared memory of one kernel has the size of another's.
+    done = subprocess.run([COMPILER, "-fno-gnu-unique", "-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-w", "-DK3_HOST_SHIM", "-include",
                            str(HERE / "k3_host_shim.h"), f"-I{folder}", f"-I{KERNELS}", str(unit), "-o", str(out)], capture_output=True, text=True)
     if done.returncode:
         raise AssertionError(done.stderr[:4000])

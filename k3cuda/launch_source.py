@@ -8,11 +8,13 @@ from .emit_sizes import MAX_SHARED
 from .launch_kinds import Product
 
 TOKENS_OF_ENTRY = 8   # expert_core.cuh
+COPY = 7680           # bytes of a bulk copy at most: the fastest measured (docs/megakernel-log.md)
+LIMIT_NS = 2_000_000_000   # that any wait may take
 STAMPS = 7            # of a phase in a block: LaunchStamp
 COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` stands
 
 
-def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = 7680, shared: int = MAX_SHARED, name: str = "product_chain",
+def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY, shared: int = MAX_SHARED, name: str = "product_chain",
               receive_batch: int = 4, poll: bool = False, watch_one: bool = False) -> str:
     """C++ of the shape of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
 
@@ -83,7 +85,7 @@ class LaunchArgs(ctypes.Structure):
                 *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS)]
 
 
-def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = 2_000_000_000,
+def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = LIMIT_NS,
               situ: tuple[float, float] = (1.0, 1.0), routed_scale: float = 1.0, norm_eps: float = 0.0, block_rows: int = 0, **addresses: int) -> LaunchArgs:
     """The kernel's argument.
 

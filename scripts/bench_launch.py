@@ -68,7 +68,7 @@ def main():
     parser.add_argument("--cases", type=cases, default=cases("0:1,0:8,16:1,107:8,layer:1,layer:8,layer16:1,layer107:8"), help="what, and rows")
     parser.add_argument("--clusters", type=numbers, default=[1, 2, 4])
     parser.add_argument("--windows", type=pairs, default=[(48,)], help="KB in flight, and in kda_in if that is to have another")
-    parser.add_argument("--copy", type=numbers, default=[7680], help="bytes of a copy at most")
+    parser.add_argument("--copy", type=numbers, default=[ls.COPY], help="bytes of a copy at most")
     parser.add_argument("--ring", type=numbers, default=[224], help="KB at most")
     parser.add_argument("--prefetch", type=numbers, default=[0], help="copies brought into the L2 while a ring is full")
     parser.add_argument("--whole-units", action="store_true", help="blocks of a cluster do units of w1 and w3 alone, and read all of their input")

@@ -80,7 +80,7 @@ class Chain:
         clusters = check(driver().cuOccupancyMaxActiveClusters(launch.function, launch.config))
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
-    def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=2_000_000_000):
+    def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=ls.LIMIT_NS):
         """`windows`: bytes in flight, and of the first kind with weights if that has another."""
         names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
                  "record": record, "stamps": stamps}

@@ -9,6 +9,7 @@ from k3cuda import timeline
 from k3cuda.config import RELEASED_FOLDER, K3Config
 from k3cuda.launch_layer import LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps
 from k3cuda.launch_mixes import CLOSED, OUT, SUMS, Mix
+from k3cuda.launch_source import COPY
 from k3cuda.phases import ARRANGEMENTS, Grid
 from k3cuda.plan import build_plan
 from k3cuda.runtime.repack import leaf_bytes
@@ -18,7 +19,6 @@ CHAINS = (("products", 0, 1), ("products", 0, 8), ("products", 16, 1), ("product
 FIRST_LAYER = 36                                  # of whole layers: the first one opens a block, three are closed then
 ROUNDS = {CLOSED: "mix_closed", SUMS: "mix_sums", OUT: "mix_out"}
 BLOCKS = {1: 132, 2: 132, 4: 120}                 # of clusters that an H200 holds at once
-COPY = 7680                                       # bytes of a bulk copy at most
 # (cluster, rows): copies that the kernel of 21 whole layers has room for (tests/test_predict_launch.py).
 SLOTS = {(2, 1): 25, (2, 8): 16, (4, 1): 25, (4, 8): 14}
 LAYERS = 9                                        # steady by the fourth: layers 4 to 7 are one period

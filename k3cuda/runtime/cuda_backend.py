@@ -179,13 +179,13 @@ class CudaBackend(StepGraphs):
 
     def _run(self, what: str, rows: StepRows, half: Half | None = None) -> None:
         """Replays a step or a whole launch in the way that is chosen for it, and counts it."""
-        bucket, single = bucket_of(len(rows)), {}
+        bucket, single = bucket_of(len(rows)), False
         if self.step_launches is not None:
-            if reason := self.step_launches.declines(bucket):
+            reason = self.step_launches.declines(bucket)
+            single = reason is None
+            if reason:
                 self.counts.reasons[reason] += 1
-            else:
-                single = {"single": True}
-        self.replay(what, bucket, half, **single)
+        self.replay(what, bucket, half, single)
         self.counts.steps[LATENCY_SPECIALIZED if single else STANDARD] += 1
 
     @explained()

@@ -8,7 +8,7 @@ from ..buffers import KV_BYTES
 from ..emit import NO_PROBES, Probes
 from ..errors import PlanError
 from ..launch_kinds import MAX_TOKENS
-from ..launch_source import source
+from ..launch_source import COPY, LIMIT_NS, source
 from ..launch_step import step_program
 from ..phases import Grid
 from ..plan import Plan
@@ -19,8 +19,7 @@ LOG2_E = "1.44269504088896340736"   # kLog2E of stages/common.cuh
 NOT_THERE = 0x80008000              # kNotThere of launch_exchange.cuh
 CLUSTER = 2                         # blocks that share tiles: the fastest measured (docs/megakernel-log.md)
 BUCKETS = (1, 2, 4, MAX_TOKENS)      # rows that a launch is made for: a step runs in the smallest that holds its own
-# Bytes of a copy and in flight, as scripts/bench_launch.py has them by default; nanoseconds that a wait may take.
-COPY, WINDOW, LIMIT_NS = 7680, 48 * 1024, 2_000_000_000
+WINDOW = 48 * 1024                  # bytes that a block has in flight, as scripts/bench_launch.py has them by default
 LOOPBACK = "loopback"                # Backend.ranks of one rank alone, which stands for all
 TOO_MANY_ROWS = f"more rows than the {MAX_TOKENS} of one launch"
 # What `LaunchWait` of launch_ring.cuh counts, in words behind "waited for".
@@ -52,7 +51,7 @@ def launch_source(plan: Plan, program: BlockProgram) -> str:
     """C++ of its kernel, and of SCALE, which leaves what the standard path's kernels multiply scores of latent attention with: the reciprocal root that
     a GPU approximates is no host's."""
     scale = f"rsqrtf(float({plan.cfg.dims()['mla_qk_head_dim']})) * {LOG2_E}f"
-    return source(program, name=KERNEL, copy=COPY) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
+    return source(program, name=KERNEL) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
 
 
 def compile_launch(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int, strict: bool = False, into: Path | None = None) -> Compiled:

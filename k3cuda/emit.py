@@ -47,6 +47,16 @@ class Probes:
 
 NO_PROBES = Probes()
 
+_PUT_ALL = """// v into every rank's memory, `at` bytes from its start on, `slot` more for every rank before the one that gives it. Looped back, the one rank
+// stands for all: it fills every place.
+template <class T>
+K3_DEVICE void put_all(const Step& s, size_t at, u32 slot, T v) {
+  at += size_t(s.loopback ? 0 : s.rank) * slot;
+  const u32 next = s.loopback ? slot : 0;
+  K3_UNROLL
+  for (int peer = 0; peer < kRanks; ++peer) *(T*)(s.peers[peer] + (at + size_t(peer) * next)) = v;
+}"""
+
 
 def arena_offsets(plan: Plan | DraftPlan) -> tuple[dict[str, int], int]:
     """Byte offset of every buffer of a rank that lies in its arena, aliases included, and the size of the whole.
@@ -147,6 +157,7 @@ def _buffers(plan: Plan | DraftPlan, t: Tables, rows: int, kv: str, ride: bool) 
     lines += [f"K3_DEVICE {kind}* {n}(const Step& s) {{ return ({kind}*)(s.arena + {offsets[n]}ull); }}" for n, (kind, _) in t.work.items()]
     lines += dict.fromkeys(f"K3_DEVICE const {_weight_type(p, t)}* w_{p.name}(const OpArgs& op) {{ return (const {_weight_type(p, t)}*)op.w[{i}]; }}"
                            for group in t.packed.values() for i, p in enumerate(group))
+    lines += [_PUT_ALL] if ride and plan.tp > 1 else []
     lines += [_put(m, plan, t, offsets, ride and not (summed and m.how == STACK)) for s in t.stages for m in s.moves if m.source in t.buffers and not m.in_group]
     # Stages that a draft shares with the target store by `put` what no collective of a draft moves, and name buffers that this draft has not.
     moved = {m.source for s in t.stages for m in s.moves}
@@ -163,18 +174,16 @@ def _put(m: Move, plan: Plan | DraftPlan, t: Tables, offsets: dict[str, int], ri
     source, shape = t.buffers[m.source], buffer_shape(t.buffers[m.source], t.dims)
     kind, width = C_TYPES[source.dtype], prod(shape[source.cut or 1:])
     layered = ", const OpArgs& op" if source.is_layered else ""
-    first = f"size_t({plan.tp * prod(shape[1:])}) * op.kind_index + " if layered else ""
     head = f"K3_DEVICE void put_{m.source}(const Step& s{layered}, int token, int column, {kind} v) {{"
     if not ride or plan.tp == 1:
         return f"{head} {m.source}(s{', op' if layered else ''})[size_t(token) * {width} + column] = v; }}"
-    at = {GATHER: f"{first}(size_t(token) * kRanks + place) * {width} + column",
-          STACK: f"(size_t(place) * kDecodeRows + token) * {width} + column",
-          SCATTER: f"(size_t(place) * kMaxRows + token) * {width // plan.tp} + column % {width // plan.tp}"}[m.how]
-    # A scattered value has one receiver. Looped back, the one rank stands for all: it has the place of whoever it is.
-    store = f"int place = s.loopback ? peer : s.rank; (({kind}*)(s.peers[peer] + {offsets[m.target]}ull))[{at}] = v;"
-    if m.how == SCATTER:
-        return f"{head}\n  int peer = column / {width // plan.tp};\n  {store}\n}}"
-    return f"{head}\n  K3_UNROLL\n  for (int peer = 0; peer < kRanks; ++peer) {{ {store} }}\n}}"
+    if m.how == SCATTER:   # one receiver; looped back, the one rank stands for all: it has the place of whoever it is
+        own = width // plan.tp
+        return (f"{head}\n  int peer = column / {own}, place = s.loopback ? peer : s.rank;\n"
+                f"  (({kind}*)(s.peers[peer] + {offsets[m.target]}ull))[(size_t(place) * kMaxRows + token) * {own} + column % {own}] = v;\n}}")
+    first = f"size_t({plan.tp * prod(shape[1:])}) * op.kind_index + " if layered else ""
+    row, slot = (f"size_t(token) * kRanks * {width}", str(width)) if m.how == GATHER else (f"token * {width}", f"kDecodeRows * {width}")
+    return f"{head} put_all(s, {offsets[m.target]}ull + sizeof({kind}) * ({first}{row} + column), sizeof({kind}) * {slot}, v); }}"
 
 
 def _accessor(b: Buffer, offsets: dict[str, int], t: Tables) -> str:

@@ -18,17 +18,23 @@ struct Groups {
 
 // ---- where weights come from: one interface, two bodies. start() touches nothing but weights, so it runs before grid_wait ----
 
-// What a warp reads: of every group of the block its tiles' run of leaves, chunk by chunk.
+// What a warp reads: of every group of the block its tiles' run of leaves, chunk by chunk. It goes along with what was asked for last.
 template <class S>
 struct WeightStream {
   const uint4* w;
-  Groups<S> groups;
-  int first_leaf, warp_tile;
+  int tiles, stride, first_leaf, warp_tile;   // stride: tiles from one group of the block to the next
+  int tile, chunk = 0;                        // of the next chunk: its group's first tile
 
-  // A group that reaches past the end reads the last tile again and drops it.
-  K3_DEVICE const uint4* at(int group, int chunk, int m) const {
-    int tile = min_of(groups.tile(group) + warp_tile + m, groups.tiles - 1);
-    return w + ((size_t(tile) * S::kLeaves + first_leaf) * S::kSteps + chunk * S::kChunkSteps) * kWarpSize;
+  K3_DEVICE WeightStream(const uint4* weights, const Groups<S>& g, int leaf, int in_group)
+      : w(weights), tiles(g.tiles), stride(g.stride * S::kTiles), first_leaf(leaf), warp_tile(in_group), tile(g.tile(0)) {}
+  K3_DEVICE bool has_next() const { return tile < tiles; }
+  // Tile `m` of the warp's. A group that reaches past the end reads the last tile again and drops it.
+  K3_DEVICE const uint4* at(int m) const {
+    const u32 step = (min_of(tile + warp_tile + m, tiles - 1) * S::kLeaves + first_leaf) * S::kSteps + chunk * S::kChunkSteps;
+    return w + size_t(step) * kWarpSize;
+  }
+  K3_DEVICE void advance() {
+    if (++chunk == S::kGroupChunks) chunk = 0, tile += stride;
   }
 };
 
@@ -38,7 +44,7 @@ struct RingSource {
   WeightStream<S> stream;
   u8* slots;
   u64* full;
-  int slot = 0, next_group = 0, next_chunk = 0;   // the slot in use; what the next copy brings
+  int slot = 0;   // in use
   u32 parity = 0;
 
   K3_DEVICE RingSource(const WeightStream<S>& s, u8* smem) : stream(s) {
@@ -46,18 +52,20 @@ struct RingSource {
     full = (u64*)(smem + S::kBarrierAt) + warp_id() * S::kSlots;
   }
   K3_DEVICE void issue(int to) {
-    if (!stream.groups.has(next_group)) return;
+    if (!stream.has_next()) return;
     barrier_expect(full + to, S::kChunkBytes);
     K3_UNROLL
     for (int m = 0; m < S::kMT; ++m)
-      bulk_copy(slots + to * S::kChunkBytes + m * S::kTileChunk, stream.at(next_group, next_chunk, m), S::kTileChunk, full + to);
-    if (++next_chunk == S::kGroupChunks) next_chunk = 0, ++next_group;
+      bulk_copy(slots + to * S::kChunkBytes + m * S::kTileChunk, stream.at(m), S::kTileChunk, full + to);
+    stream.advance();
   }
   K3_DEVICE void start() {
+    for (int s = lane_id(); s < S::kSlots; s += kWarpSize) barrier_init(full + s, 1);
+    barrier_fence_init();
+    __syncwarp();
     if (lane_id() == 0) {
-      for (int s = 0; s < S::kSlots; ++s) barrier_init(full + s, 1);
-      barrier_fence_init();
-      for (int s = 0; s < S::kSlots && stream.groups.has(next_group); ++s) {
+      K3_ROLLED
+      for (int s = 0; s < S::kSlots && stream.has_next(); ++s) {
         if (S::kPaced && s > 0) barrier_wait(full + s - 1, 0);
         issue(s);
       }
@@ -80,21 +88,17 @@ template <class S>
 struct DirectSource {
   WeightStream<S> stream;
   uint4 ahead[S::kChunkSteps][S::kMT];
-  int next_group = 0, next_chunk = 0;
 
   K3_DEVICE DirectSource(const WeightStream<S>& s, u8*) : stream(s) {}
   K3_DEVICE void fetch(int u, int m) {
-    if (stream.groups.has(next_group)) ahead[u][m] = load_weights(stream.at(next_group, next_chunk, m) + u * kWarpSize + lane_id());
-  }
-  K3_DEVICE void advance() {
-    if (++next_chunk == S::kGroupChunks) next_chunk = 0, ++next_group;
+    if (stream.has_next()) ahead[u][m] = load_weights(stream.at(m) + u * kWarpSize + lane_id());
   }
   K3_DEVICE void start() {
     K3_UNROLL
     for (int u = 0; u < S::kChunkSteps; ++u)
       K3_UNROLL
       for (int m = 0; m < S::kMT; ++m) fetch(u, m);
-    advance();
+    stream.advance();
   }
   K3_DEVICE void take() {}
   K3_DEVICE uint4 step(int u, int m) {
@@ -102,7 +106,7 @@ struct DirectSource {
     fetch(u, m);
     return v;
   }
-  K3_DEVICE void release() { advance(); }
+  K3_DEVICE void release() { stream.advance(); }
 };
 
 template <class S, bool kRing> struct SourceOf { typedef RingSource<S> type; };
@@ -111,26 +115,23 @@ template <class S> struct SourceOf<S, false> { typedef DirectSource<S> type; };
 // ---- tokens: lane 4 g + q holds of token g eight neighbouring k of every two steps, which the order of k in w answers to ----
 template <class S>
 struct Tokens {
-  const bf16* at[S::kNT];   // null beyond the live rows: those columns are zero
+  const bf16* at[S::kNT];   // beyond the live rows the last one's once more: nobody looks at those columns
 
   K3_DEVICE Tokens(const bf16* x, int stride, int rows, int first_leaf) {
     K3_UNROLL
     for (int n = 0; n < S::kNT; ++n) {
-      int token = n * kTokenTile + lane_id() / 4;
-      at[n] = token < rows ? x + size_t(token) * stride + first_leaf * S::kSteps * 16 : nullptr;
+      const int token = min_of(n * kTokenTile + lane_id() / 4, rows - 1);
+      at[n] = x + size_t(token) * stride + first_leaf * S::kSteps * 16 + lane_id() % 4 * 8;
     }
   }
   // Both steps of pair `p` of leaf `leaf`; a leaf with an odd step at its end packs that one alone.
   K3_DEVICE uint4 pair(int n, int leaf, int p) const {
-    uint4 v = {0, 0, 0, 0};
-    if (!at[n]) return v;
     const bf16* k = at[n] + leaf * S::kSteps * 16 + p * 32;
     if (S::kSteps % 2 && p == S::kSteps / 2) {
-      uint2 one = load_activations((const uint2*)k + lane_id() % 4);
-      v.x = one.x, v.y = one.y;
-      return v;
+      const uint2 one = load_activations((const uint2*)(k - lane_id() % 4 * 4));
+      return {one.x, one.y, 0, 0};
     }
-    return load_activations((const uint4*)k + lane_id() % 4);
+    return load_activations((const uint4*)k);
   }
 };
 
@@ -188,8 +189,7 @@ struct LeafRun {
       for (int n = 0; n < S::kNT; ++n) mma(acc.c[m][n], a, second ? x[n].z : x[n].x, second ? x[n].w : x[n].y);
     }
   }
-  K3_DEVICE void chunk(Accumulator<S>& acc, int leaf, int first) {   // first: step of the leaf
-    source.take();
+  K3_DEVICE void multiply(Accumulator<S>& acc, int leaf, int first) {   // first: step of the leaf
     uint4 x[S::kNT];
     K3_UNROLL
     for (int u = 0; u < S::kChunkSteps; ++u) {
@@ -199,8 +199,16 @@ struct LeafRun {
       }
       step(acc, x, u, (first + u) % 2);
     }
-    source.release();
   }
+  // The products of chunk `c`. Registers need indices known at compile time: each chunk has its own; waiting and copying are those of the loop around.
+  template <int kChunk = 0>
+  K3_DEVICE void multiply_held(Accumulator<S>& acc, int leaf, int c) {
+    if constexpr (kChunk + 1 < S::kLeafChunks)
+      if (c != kChunk) return multiply_held<kChunk + 1>(acc, leaf, c);
+    multiply(acc, leaf, kChunk * S::kChunkSteps);
+  }
+  // Not for many short chunks: to find one's products would take as long as they do.
+  static constexpr bool kOneLoop = S::kX != kXRegisters || S::kLeafChunks <= 4;
   template <int kFirst, int kCount>
   K3_DEVICE void sum(Accumulator<S>& acc) {
     if constexpr (kCount > 1) {
@@ -210,22 +218,29 @@ struct LeafRun {
       acc.add(right);
     } else {
       acc.zero();
-      if constexpr (S::kX == kXRegisters) {   // registers need indices known at compile time
-        K3_UNROLL
-        for (int c = 0; c < S::kLeafChunks; ++c) chunk(acc, kFirst, c * S::kChunkSteps);
+      auto chunk = [&](int c) {
+        source.take();
+        if constexpr (kOneLoop && S::kX == kXRegisters) multiply_held(acc, kFirst, c);
+        else multiply(acc, kFirst, c * S::kChunkSteps);
+        source.release();
+      };
+      if constexpr (kOneLoop) {
+        K3_ROLLED
+        for (int c = 0; c < S::kLeafChunks; ++c) chunk(c);
       } else {
-#pragma unroll 1
-        for (int c = 0; c < S::kLeafChunks; ++c) chunk(acc, kFirst, c * S::kChunkSteps);
+        K3_UNROLL
+        for (int c = 0; c < S::kLeafChunks; ++c) chunk(c);
       }
     }
   }
 };
 
-// Leaf sums of all warps and blocks become finished values. finish(row in tile, token, values of the block's tiles).
+// Leaf sums of all warps and blocks become finished values: finish(row in tile, token, tile of the block's, values of kValues tiles from that on).
 // The blocks of a cluster tell each other theirs by stores that count themselves at the owner of a (row, token) pair; no block waits
 // for anything else. Two inboxes in turn: who sends for a group has heard all of the one before, so none is two ahead.
-template <class S, class Finish>
+template <class S, int kValues, class Finish>
 K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, int group, u8* smem, Finish&& finish) {
+  constexpr int kTurns = S::kTiles / kValues, kOwnRows = kTileRows / S::kCS;
   float* partial = (float*)(smem + S::kPartialAt);   // [leaf warp][tile][token][row]
   float* inbox = (float*)(smem + S::kInboxAt) + group % 2 * S::kInbox;   // [source block][tile][owned pair]
   u64* heard = (u64*)(smem + S::kHeardAt) + group % 2;
@@ -241,32 +256,34 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, int group, u8
         partial[wk * S::kPartial + ((wm * S::kMT + m) * S::kTokens + token) * S::kTokenStride + row] = acc.c[m][n][i];
       }
   __syncthreads();
-  int live = min_of(rows, S::kTokens) * kTileRows;
+  const int live = min_of(rows, S::kTokens);
   if constexpr (S::kCS > 1) {
     if (group == 0) cluster_wait();   // every block's inbox stands
-    if (threadIdx.x == 0) inbox_expect(heard, live * S::kTiles * 4);
+    if (threadIdx.x == 0) inbox_expect(heard, live * kTileRows * S::kTiles * 4);
   }
-  for (int i = threadIdx.x; i < live; i += S::kThreads) {
-    int token = i / kTileRows, row = i % kTileRows;
-    float v[S::kTiles];
+  K3_ROLLED
+  for (u32 i = threadIdx.x; i < u32(live * kTurns * kTileRows); i += S::kThreads) {
+    const int row = i % kTileRows, tile = i / kTileRows % kTurns * kValues, token = i / kTileRows / kTurns;
+    float v[kValues];
     K3_UNROLL
-    for (int t = 0; t < S::kTiles; ++t)
-      v[t] = tree_sum<S::kWK>(partial + (t * S::kTokens + token) * S::kTokenStride + row, S::kPartial);
-    if constexpr (S::kCS == 1) finish(row, token, v);
+    for (int t = 0; t < kValues; ++t)
+      v[t] = tree_sum<S::kWK>(partial + ((tile + t) * S::kTokens + token) * S::kTokenStride + row, S::kPartial);
+    if constexpr (S::kCS == 1) finish(row, token, tile, v);
     else {
       K3_UNROLL
-      for (int t = 0; t < S::kTiles; ++t)
-        send(inbox + (cluster_rank() * S::kTiles + t) * S::kOwned + i / S::kCS, i % S::kCS, v[t], heard);
+      for (int t = 0; t < kValues; ++t)
+        send(inbox + (cluster_rank() * S::kTiles + tile + t) * S::kOwned + token * kOwnRows + row / S::kCS, row % S::kCS, v[t], heard);
     }
   }
   if constexpr (S::kCS > 1) {
     inbox_wait(heard, group / 2 & 1);
-    for (int j = threadIdx.x; j * S::kCS + int(cluster_rank()) < live; j += S::kThreads) {
-      int i = j * S::kCS + cluster_rank();
-      float v[S::kTiles];
+    K3_ROLLED
+    for (u32 i = threadIdx.x; i < u32(live * kTurns * kOwnRows); i += S::kThreads) {
+      const int row = i % kOwnRows, tile = i / kOwnRows % kTurns * kValues, token = i / kOwnRows / kTurns;
+      float v[kValues];
       K3_UNROLL
-      for (int t = 0; t < S::kTiles; ++t) v[t] = tree_sum<S::kCS>(inbox + t * S::kOwned + j, S::kTiles * S::kOwned);
-      finish(i % kTileRows, i / kTileRows, v);
+      for (int t = 0; t < kValues; ++t) v[t] = tree_sum<S::kCS>(inbox + (tile + t) * S::kOwned + token * kOwnRows + row, S::kTiles * S::kOwned);
+      finish(row * S::kCS + int(cluster_rank()), token, tile, v);
     }
   }
 }
@@ -284,7 +301,7 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
   int leaf_in_block = warp_id() % S::kWK * S::kWarpLeaves;
   int first_leaf = int(cluster_rank()) * S::kWK * S::kWarpLeaves + leaf_in_block;
   Groups<S> groups(tiles, others);
-  typename SourceOf<S, S::kRing>::type source(WeightStream<S>{w, groups, first_leaf, warp_id() / S::kWK * S::kMT}, smem);
+  typename SourceOf<S, S::kRing>::type source(WeightStream<S>(w, groups, first_leaf, warp_id() / S::kWK * S::kMT), smem);
   if constexpr (S::kPaced) grid_launch_next();  // a start takes its time
   source.start();
   if constexpr (S::kCS > 1) {
@@ -305,15 +322,13 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
   for (int g = 0; groups.has(g); ++g) {
     Accumulator<S> acc;
     run.template sum<0, S::kWarpLeaves>(acc);
-    int block_tile = groups.tile(g);
-    combine_leaves<S>(acc, rows, g, smem, [&](int row, int token, const float (&v)[S::kTiles]) {
-      static_assert(!kPair || S::kTiles % 2 == 0, "a pair of tiles lies in one block");
-      K3_UNROLL
-      for (int t = 0; t < S::kTiles; t += kPair ? 2 : 1) {
-        if (block_tile + t >= tiles) continue;
-        if constexpr (kPair) epilogue((block_tile + t) / 2 * kTileRows + row, token, v[t], v[t + 1]);
-        else epilogue((block_tile + t) * kTileRows + row, token, v[t]);
-      }
+    constexpr int kValues = kPair ? 2 : 1;
+    static_assert(S::kTiles % kValues == 0, "a pair of tiles lies in one block");
+    const int first = groups.tile(g);
+    combine_leaves<S, kValues>(acc, rows, g, smem, [&](int row, int token, int tile, const float (&v)[kValues]) {
+      if (first + tile >= tiles) return;
+      if constexpr (kPair) epilogue((first + tile) / 2 * kTileRows + row, token, v[0], v[1]);
+      else epilogue((first + tile) * kTileRows + row, token, v[0]);
     });
   }
 }

@@ -32,8 +32,8 @@ struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, tru
       if (2 * pair < R::kShared) {
         if (row < kOwnSharedIntermediateSize) shared_act(s)[token * kOwnSharedIntermediateSize + row] = float_to_bf16(situ(even, odd));
       } else {
-        other(s, 2 * pair * kTileRows + in_tile, token, even);
-        if (2 * pair + 1 < R::kTotal) other(s, (2 * pair + 1) * kTileRows + in_tile, token, odd);
+        K3_ROLLED
+        for (int tile = 2 * pair; tile < min_of(2 * pair + 2, R::kTotal); ++tile) other(s, tile * kTileRows + in_tile, token, tile % 2 ? odd : even);
       }
     });
   }

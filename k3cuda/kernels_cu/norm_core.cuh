@@ -22,6 +22,7 @@ struct NormShape {
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kLeaf = kN / kLeaves, kOwnLeaves = kLeaves / kCluster, kOwn = kLeaf * kOwnLeaves;
   static constexpr int kPer = (kOwn + kThreads - 1) / kThreads;
+  static constexpr int kVector = kBlocks && kPer % 2 == 0 && kN % 2 == 0 && kOwn % 2 == 0 ? 2 : 1, kVectors = kPer / kVector;   // runs of norm_row's threads
   static constexpr bool kHeld = kPer <= 2;                 // closed blocks stay in registers; else, in many blocks an SM, only in shared memory
   static constexpr int kSums = kBlocks ? 4 : 1;
   static constexpr int kRows = kBlocks > 2 ? kBlocks : 2;  // vectors that lie in shared memory at once
@@ -44,6 +45,9 @@ struct NormSmem {
   u64 inbox[2];
 };
 
+// Neighbours that are loaded and stored at once.
+template <class T, int kCount> struct alignas(sizeof(T) * kCount) Neighbours { T v[kCount]; };
+
 struct NormRow {
   const int* row_slot;                          // [rows], -1 pads; null: every row is live
   const int* row_map;                           // row of the inputs that output row i takes, -1 for none; null: i itself
@@ -64,7 +68,7 @@ struct NormRow {
 template <class S, class Team = WholeBlock>
 K3_DEVICE float leaf_dot(const float* a, const float* b, const Team& team = {}) {
   float sum = 0;
-  K3_UNROLL
+#pragma unroll 7
   for (int i = 0; i < (S::kLeaf + kWarpSize - 1) / kWarpSize; ++i) {
     int e = i * kWarpSize + team.lane();
     if (e < S::kLeaf) sum = fmaf(a[e], b[e], sum);
@@ -92,16 +96,21 @@ K3_DEVICE void hear(u64* inbox, u32 bytes) {
   }
 }
 
-// Element `at` of [rows][n]: the ranks' parts, then what was there.
-template <class S>
-K3_DEVICE float joined(const NormRow& a, size_t at) {
-  float before = a.hidden ? a.hidden[at] : 0;
-  if (!a.parts) return before;
-  float part[S::kParts];
+// Elements from `at` on of [rows][n]: the ranks' parts, then what was there.
+template <class S, int kVector = 1>
+K3_DEVICE Neighbours<float, kVector> joined(const NormRow& a, size_t at) {
+  typedef Neighbours<float, kVector> V;
+  V sum = a.hidden ? *(const V*)(a.hidden + at) : V{};
+  if (!a.parts) return sum;
+  V part[S::kParts];
   K3_UNROLL
-  for (int k = 0; k < S::kParts; ++k) part[k] = a.parts[size_t(k) * a.part_rows * S::kN + at];
-  float sum = tree_sum<S::kParts>(part, 1);
-  return a.hidden ? sum + before : sum;
+  for (int k = 0; k < S::kParts; ++k) part[k] = *(const V*)(a.parts + size_t(k) * a.part_rows * S::kN + at);
+  K3_UNROLL
+  for (int i = 0; i < kVector; ++i) {
+    const float parts = tree_sum<S::kParts>(&part[0].v[i], kVector);
+    sum.v[i] = a.hidden ? parts + sum.v[i] : parts;
+  }
+  return sum;
 }
 
 // e^(s_j - top) of closed block j in lane j, from the sums of every chunk; `top`: the highest score.
@@ -190,10 +199,11 @@ K3_DEVICE void load_closed(float (&v)[max_of(S::kBlocks, 1)][S::kPer], const Nor
   }
 }
 
-// What joined at `at` becomes the prefix sum, or a closed block and the sum begins anew.
-K3_DEVICE void keep_prefix(const NormRow& a, size_t at, float p) {
-  if (a.snapshot) a.snapshot[at] = p;
-  if (a.hidden_out) a.hidden_out[at] = a.snapshot ? 0 : p;
+// What joined at `at`, a float or neighbours, becomes the prefix sum, or a closed block and the sum begins anew.
+template <class T>
+K3_DEVICE void keep_prefix(const NormRow& a, size_t at, const T& p) {
+  if (a.snapshot) *(T*)(a.snapshot + at) = p;
+  if (a.hidden_out) *(T*)(a.hidden_out + at) = a.snapshot ? T{} : p;
 }
 
 // What the next half layer reads of an element.
@@ -203,20 +213,27 @@ K3_DEVICE float normed_value(bool mix, float alpha, float beta, float c, float p
   return S::kNormed ? x * inv * weight : x;
 }
 
+// body(i, e) for every run of neighbours that this thread has of a row: elements e on, in the thread's arrays i on.
+template <class S, class Body>
+K3_DEVICE void each_run(Body&& body) {
+  K3_UNROLL
+  for (int j = 0; j < S::kVectors; ++j) {
+    const int e = (j * S::kThreads + int(threadIdx.x)) * S::kVector;
+    if (e < S::kOwn) body(j * S::kVector, e);
+  }
+}
+
 // Scores, weights and weighted sum of the closed blocks, whose elements `v` this thread has loaded. c: its elements of
 // sum_j e^(s_j - top) v_j.
-template <class S>
-K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const float (&v)[max_of(S::kBlocks, 1)][S::kPer], const float (&score_at)[S::kPer],
+template <class S, class Run>
+K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const Run (&v)[max_of(S::kBlocks, 1)][S::kVectors], const Run (&score)[S::kVectors],
                           float (&c)[S::kPer], float& top, float& total) {
-  const int tid = threadIdx.x;
-  K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) {
-    int e = tid + i * S::kThreads;
-    if (e >= S::kOwn) continue;
-    m.score[e] = score_at[i];
+  each_run<S>([&](int i, int e) {
+    *(Run*)&m.score[e] = score[i / S::kVector];
     K3_UNROLL
-    for (int j = 0; j < S::kBlocks; ++j) m.source[j][e] = v[j][i];
-  }
+    for (int j = 0; j < S::kBlocks; ++j)
+      if (j < a.num_blocks) *(Run*)&m.source[j][e] = v[j][i / S::kVector];
+  });
   __syncthreads();
   const int first_leaf = own / S::kLeaf;
   closed_sums<S>(m.source, m.score, a.num_blocks, [&](int leaf, int which, int j, float sum) { tell<S>(&m.closed[first_leaf + leaf][which][j], sum, m.inbox); });
@@ -224,8 +241,8 @@ K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const float
   __syncthreads();   // every warp has read the closed blocks; under the kernel before it costs nothing
   const float weights = closed_weights<S>(a, m.closed, top);
   weighted_closed<S>(a.num_blocks, weights, c, total, [&](int k, int i) {
-    const int at = tid + i * S::kThreads;
-    return S::kHeld ? v[k][i] : at < S::kOwn ? m.source[k][at] : 0;
+    const int at = (i / S::kVector * S::kThreads + int(threadIdx.x)) * S::kVector + i % S::kVector;
+    return S::kHeld ? v[k][i / S::kVector].v[i % S::kVector] : at < S::kOwn ? m.source[k][at] : 0;
   });
 }
 
@@ -233,20 +250,26 @@ K3_DEVICE void mix_closed(const NormRow& a, NormSmem<S>& m, int own, const float
 // step's last kernels is done: it may wait for the parts and for hidden. Closed blocks are read before it.
 template <class S, class Ready>
 K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, Ready ready) {
-  const int tid = threadIdx.x, own = rank * S::kOwn;
+  typedef Neighbours<float, S::kVector> Run;
+  const int own = rank * S::kOwn;
   const int row = a.row_map ? a.row_map[index] : index, slot = row < 0 || !a.row_slot ? row : a.row_slot[row];
+  const size_t begin = size_t(row) * S::kN + own;
   // Everything is loaded before anything is looked at: each wait for memory is as long as all of them.
-  float v[max_of(S::kBlocks, 1)][S::kPer], score[S::kPer], weight[S::kPer], c[S::kPer] = {}, top = 0, total = 0;
-  K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) {
-    int e = tid + i * S::kThreads;
-    bool mine = e < S::kOwn && row >= 0;
-    weight[i] = S::kNormed && mine ? bf16_to_float(a.weight[own + e]) : 0;
-    if constexpr (S::kBlocks > 0) score[i] = mine ? a.score[own + e] : 0;
-  }
-  if constexpr (S::kBlocks > 0) load_closed<S>(v, a, size_t(row) * S::kN + own, row >= 0);
+  Run v[max_of(S::kBlocks, 1)][S::kVectors], score[S::kVectors], p[S::kVectors];
+  u32 weight[S::kVectors];                        // BF16 as they lie in memory: nothing waits for them
+  float c[S::kPer] = {}, top = 0, total = 0;
+  if (row >= 0)
+    each_run<S>([&](int i, int e) {
+      const int j = i / S::kVector;
+      if constexpr (S::kNormed) weight[j] = S::kVector == 2 ? *(const u32*)(a.weight + own + e) : a.weight[own + e].bits;
+      if constexpr (S::kBlocks > 0) score[j] = *(const Run*)(a.score + own + e);
+      const float* closed = a.blocks + begin + e;
+      K3_UNROLL
+      for (int k = 0; k < S::kBlocks; ++k, closed += size_t(a.rows) * S::kN)
+        if (k < a.num_blocks) v[k][j] = *(const Run*)closed;
+    });
   if constexpr (S::kCluster > 1) {
-    if (tid == 0) {
+    if (threadIdx.x == 0) {
       barrier_init(m.inbox, 1);
       barrier_init(m.inbox + 1, 1);
       barrier_fence_init();
@@ -264,32 +287,27 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
     if (mix) mix_closed<S>(a, m, own, v, score, c, top, total);
   ready();
 
-  float p[S::kPer];
-  K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) {
-    int e = tid + i * S::kThreads;
-    p[i] = 0;
-    if (e >= S::kOwn) continue;
-    p[i] = joined<S>(a, size_t(row) * S::kN + own + e);
-  }
-  K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) {
-    int e = tid + i * S::kThreads;
-    if (e >= S::kOwn) continue;
-    m.source[0][e] = p[i];
-    if (mix) m.source[1][e] = c[i];
-    keep_prefix(a, size_t(row) * S::kN + own + e, p[i]);
-  }
+  each_run<S>([&](int i, int e) { p[i / S::kVector] = joined<S, S::kVector>(a, begin + e); });
+  each_run<S>([&](int i, int e) {
+    const Run& run = p[i / S::kVector];
+    *(Run*)&m.source[0][e] = run;
+    if (mix)
+      K3_UNROLL
+      for (int k = 0; k < S::kVector; ++k) m.source[1][e + k] = c[i + k];
+    keep_prefix(a, begin + e, run);
+  });
   __syncthreads();
   const int first_leaf = own / S::kLeaf, sums = mix ? 4 : 1;
   prefix_sums<S>(m.source, m.score, mix, [&](int leaf, int which, float sum) { tell<S>(&m.sums[first_leaf + leaf][which], sum, m.inbox + 1); });
   hear<S>(m.inbox + 1, sums * S::kLeaves * sizeof(float));
   float alpha, beta;
   const float inv = mixed<S>(a, m.sums, mix, top, total, alpha, beta);
-  K3_UNROLL
-  for (int i = 0; i < S::kPer; ++i) {
-    int e = tid + i * S::kThreads;
-    if (e >= S::kOwn) continue;
-    a.out[size_t(index) * S::kOutStride + own + e] = float_to_bf16(normed_value<S>(mix, alpha, beta, c[i], p[i], inv, weight[i]));
-  }
+  each_run<S>([&](int i, int e) {
+    const int j = i / S::kVector;
+    Neighbours<bf16, S::kVector> out;
+    K3_UNROLL
+    for (int k = 0; k < S::kVector; ++k)
+      out.v[k] = float_to_bf16(normed_value<S>(mix, alpha, beta, c[i + k], p[j].v[k], inv, S::kNormed ? bf16_to_float(bf16{u16(weight[j] >> 16 * k)}) : 0));
+    *(Neighbours<bf16, S::kVector>*)(a.out + size_t(index) * S::kOutStride + own + e) = out;
+  });
 }

@@ -60,7 +60,7 @@ K3_DEVICE void wide_norm_row(const NormRow& a, WideNormSmem<S>& m, int index, Re
   }
   ready();
   float p[S::kPer] = {}, sum[4] = {};
-  each_of_leaf<S>([&](int i, int e) { p[i] = joined<S>(a, own + e); });
+  each_of_leaf<S>([&](int i, int e) { p[i] = joined<S>(a, own + e).v[0]; });
   each_of_leaf<S>([&](int i, int e) {
     keep_prefix(a, own + e, p[i]);
     sum[0] = fmaf(p[i], p[i], sum[0]);

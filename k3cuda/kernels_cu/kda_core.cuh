@@ -57,6 +57,7 @@ K3_DEVICE size_t kda_vector_at(int i, int stride, int head, int part) {
 template <class S, class Team = WholeBlock, class FB = KdaHeld>
 K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, const Team& team = {}, const FB& f_b = {}) {
   const int tid = team.thread();
+  K3_ROLLED
   for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
     const bf16* p = a.f_b + (size_t(head) * S::kDim + tile * 16 + team.lane() / 4) * S::kDim + team.lane() % 4 * 4;
     K3_UNROLL
@@ -65,6 +66,7 @@ K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int
       copy_async<8>(&f_b(m, tile)[s][team.lane()].z, p + 8 * S::kDim + s * 16);
     }
   }
+  K3_ROLLED
   for (int c = tid; c < S::kChannels; c += S::kThreads) {
     int which = c / S::kDim < 2 ? c / S::kDim : 2, channel = head * S::kDim + (which < 2 ? c % S::kDim : part * S::kSlice + c - 2 * S::kDim);
     copy_async<16>(&m.taps[c], (which == 0 ? a.q_conv : which == 1 ? a.k_conv : a.v_conv) + size_t(channel) * S::kWidth);
@@ -76,6 +78,7 @@ K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int
 // The conv's inputs before the rows: kHistory of them from `from` on, `next` apart, q, k and v each `stride` apart.
 template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_load_window(KdaMixSmem<S>& m, const bf16* from, int stride, int next, int head, int part, const Team& team = {}) {
+  K3_ROLLED
   for (int i = team.thread(); i < S::kHistory * S::kConvVectors; i += S::kThreads) {
     int j = i / S::kConvVectors, v = i % S::kConvVectors;
     copy_async<16>(&m.inputs[j][v * 8], from + size_t(j) * next + kda_vector_at<S>(v, stride, head, part));
@@ -117,36 +120,25 @@ struct KdaInputs {
   }
 };
 
-// Conv and SiLU of a batch; a thread takes two channels of kRun rows, whose chains of instructions overlap. `done`: rows of the
-// sequence before the batch.
-template <class S, int kRun, class Team = WholeBlock>
+// Conv and SiLU of a batch; a thread takes two channels of a row at a time. `done`: rows of the sequence before the batch.
+template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int done, int n, const Team& team = {}) {
   constexpr int kPairs = S::kChannels / 2;
-  for (int i = team.thread(); i < (n + kRun - 1) / kRun * kPairs; i += S::kThreads) {
-    int row = i / kPairs * kRun, c = i % kPairs * 2, v = c - 2 * S::kDim;
+  K3_ROLLED
+  for (int i = team.thread(); i < n * kPairs; i += S::kThreads) {
+    int row = i / kPairs, c = i % kPairs * 2, v = c - 2 * S::kDim;
     f32x4 t = m.taps[c], u = m.taps[c + 1];
-    float x[kRun + S::kHistory], w[kRun + S::kHistory];
+    float x[S::kWidth], w[S::kWidth];
     K3_UNROLL
-    for (int j = 0; j < kRun + S::kHistory; ++j) {
+    for (int j = 0; j < S::kWidth; ++j) {
       u32 both = *(const u32*)&m.inputs[(done + row + j) % S::kRing][c];
       x[j] = __uint_as_float(both << 16), w[j] = __uint_as_float(both & 0xffff0000u);
     }
-    float* to = c < S::kDim ? &m.q[row][c] : v < 0 ? &m.k[row][c - S::kDim] : &m.v[row][v];
-    const int stride = v < 0 ? S::kDim : S::kSlice;
-    float y[kRun], z[kRun];
-    K3_UNROLL
-    for (int r = 0; r < kRun; ++r) {
-      y[r] = fmaf(x[r + 3], t.w, fmaf(x[r + 2], t.z, fmaf(x[r + 1], t.y, x[r] * t.x)));
-      z[r] = fmaf(w[r + 3], u.w, fmaf(w[r + 2], u.z, fmaf(w[r + 1], u.y, w[r] * u.x)));
-      y[r] *= sigmoid(y[r]);
-      z[r] *= sigmoid(z[r]);
-    }
-    K3_UNROLL
-    for (int r = 0; r < kRun; ++r) {
-      if (row + r >= n) break;
-      *(f32x2*)(to + r * stride) = f32x2{y[r], z[r]};
-      if (v >= 0) *(f32x2*)&a.v[(size_t(first + row + r) * a.heads + head) * S::kDim + part * S::kSlice + v] = f32x2{y[r], z[r]};
-    }
+    float y = fmaf(x[3], t.w, fmaf(x[2], t.z, fmaf(x[1], t.y, x[0] * t.x))), z = fmaf(w[3], u.w, fmaf(w[2], u.z, fmaf(w[1], u.y, w[0] * u.x)));
+    y *= sigmoid(y);
+    z *= sigmoid(z);
+    *(f32x2*)(c < S::kDim ? &m.q[row][c] : v < 0 ? &m.k[row][c - S::kDim] : &m.v[row][v]) = f32x2{y, z};
+    if (v >= 0) *(f32x2*)&a.v[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + v] = f32x2{y, z};
   }
 }
 
@@ -155,6 +147,7 @@ template <class S, class Team = WholeBlock, class FB = KdaHeld>
 K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team = {}, const FB& f_b = {}) {
   int g = team.lane() / 4, t = team.lane() % 4;
   const bf16* x = &m.inputs[(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;
+  K3_ROLLED
   for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
     float leaf[S::kSteps][4];
     K3_UNROLL
@@ -176,7 +169,7 @@ K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team 
 // log decay = lower_bound sigmoid(exp(A_log) (f + dt_bias)); its record, and exp of it for the recurrence.
 template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int n, const Team& team = {}) {
-#pragma unroll 4
+  K3_ROLLED
   for (int i = team.thread(); i < n * S::kDim; i += S::kThreads) {
     int row = i / S::kDim, channel = i % S::kDim;
     float decay = a.lower_bound * sigmoid(scale * m.fade[row][channel]);
@@ -188,6 +181,7 @@ K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int hea
 // Rows of q and k to unit length, q times dim^-1/2; a warp a row, the last warp first: the first ones are busy with decays.
 template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int n, const Team& team = {}) {
+  K3_ROLLED
   for (int row = S::kWarps - 1 - team.warp(); row < n; row += S::kWarps) {
     const int at = 4 * team.lane();
     f32x4 q = load4(&m.q[row][at]), k = load4(&m.k[row][at]);
@@ -210,6 +204,7 @@ template <class S, class Store, class Team = WholeBlock>
 K3_DEVICE void kda_gated_norm(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int part, int n, int turn, Store&& store, const Team& team = {}) {
   float(&squares)[S::kBatch][S::kSplit] = m.squares[turn & 1];
   constexpr int kLane = S::kSlice >= kWarpSize ? S::kSlice / kWarpSize : 1;
+  K3_ROLLED
   for (int row = team.warp(); row < n; row += S::kWarps) {
     float y[kLane];
     K3_UNROLL
@@ -229,12 +224,15 @@ K3_DEVICE void kda_gated_norm(const KdaMix& a, KdaMixSmem<S>& m, const float (&g
   } else {
     team.sync();
   }
-  K3_UNROLL
-  for (int i = 0; i < S::kGates; ++i) {
-    int at = team.thread() + i * S::kThreads, row = at / S::kSlice, c = at % S::kSlice;
-    if (row >= n) break;
+  K3_ROLLED
+  for (int i = 0, at = team.thread(); at < n * S::kSlice; ++i, at += S::kThreads) {
+    const int row = at / S::kSlice, c = at % S::kSlice;
+    float own = gate[0];
+    K3_UNROLL
+    for (int j = 1; j < S::kGates; ++j)
+      if (i == j) own = gate[j];
     float inv = inverse_sqrt(tree_sum<S::kSplit>(squares[row], 1) * (1.0f / S::kDim) + a.eps);
-    store(row, c, m.o[row][c] * inv * m.norm[c] * sigmoid(gate[i]));
+    store(row, c, m.o[row][c] * inv * m.norm[c] * sigmoid(own));
   }
 }
 
@@ -249,6 +247,7 @@ K3_DEVICE void kda_finish(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)
 template <class S>
 K3_DEVICE void kda_recur(KdaState<S>& state, KdaMixSmem<S>& m, int n) {
   float o[S::kCols] = {};
+  K3_ROLLED
   for (int r = 0; r < n; ++r) {
     state.template advance<true>(m.k[r], m.fade[r], m.v[r], m.beta[r], o);
     if (r) state.put(o, m.o[r - 1]);
@@ -261,7 +260,8 @@ K3_DEVICE void kda_recur(KdaState<S>& state, KdaMixSmem<S>& m, int n) {
 // Block `part` of the cluster of `head`, for the sequence whose oldest row of this step is `first`; a block of another row, or
 // of padding, does nothing. `ready` is called once, when weights, conv window and state are on their way and what this step's
 // earlier kernels wrote is needed: state and window may be loaded before it because no kernel between commit and here writes them.
-template <class S, class Ready>
+// kMost: rows of a step at most.
+template <class S, int kMost = kStepRows, class Ready>
 K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, Ready ready) {
   int slot = a.row_slot[first];
   if (slot < 0 || (first > 0 && a.row_slot[first - 1] == slot)) {
@@ -290,18 +290,18 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
 
   KdaInputs<S> in;
   in.load(a, head, part, first, length);
+  K3_ROLLED
   for (int done = 0; done < length; done += S::kBatch) {
     const int row = first + done, left = length - done, n = left < S::kBatch ? left : S::kBatch;
     in.store(m, done, n);
     copy_wait();
     __syncthreads();
-    if (n == 1) kda_conv<S, 1>(a, m, head, part, row, done, n);
-    else kda_conv<S, 4>(a, m, head, part, row, done, n);
+    kda_conv<S>(a, m, head, part, row, done, n);
     kda_low_rank<S>(m, done, n);
     float gate[S::kGates];
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) gate[i] = in.gate[i];
-    if (left > S::kBatch) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
+    if (kMost > S::kBatch && left > S::kBatch) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
     __syncthreads();
     kda_decay<S>(a, m, scale, head, part, row, n);
     kda_l2norm<S>(a, m, head, part, row, n);
@@ -309,5 +309,6 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     if (holder) kda_recur<S>(state, m, n);
     __syncthreads();
     kda_finish<S>(a, m, gate, head, part, row, n, done / S::kBatch);
+    if (kMost <= S::kBatch) return;
   }
 }

@@ -22,10 +22,12 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
   }
   if (by.thread() == kWarpSize) {
     map_prefetch(a.map);
+    K3_ROLLED
     for (int i = 0; i < S::kRing; ++i) {
       barrier_init(&m.full[i], 1);
       barrier_init(&m.empty[i], 8);
     }
+    K3_ROLLED
     for (int i = 0; i < 2; ++i) {
       barrier_init(&m.weight_full[i], 4);
       barrier_init(&m.top_full[i], 4);
@@ -35,6 +37,7 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
       barrier_init(&m.query_full[i], 2);
       barrier_init(&m.query_empty[i], 4 * S::kSets);
     }
+    K3_ROLLED
     for (int i = 0; i < 4; ++i) barrier_init(&m.sum_full[i], 1);
     barrier_fence_init();
   }

@@ -28,6 +28,7 @@ struct MlaBf16 {
   // Transposed: matrices are (positions 0-7, dims 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
   K3_DEVICE static uint4 columns(const uint4& v, int) { return {v.x, v.z, v.y, v.w}; }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_bf16(lo, hi); }
+  K3_DEVICE static float weight(float x) { return exp2f(x); }
   K3_DEVICE static float query_scale(float) { return 1; }
   // Eight values of a query, dims 8 half to + 7 of a k-step, into the 32 bytes at `at` of a tile of columns.
   K3_DEVICE static void store_query(u8* tile, u32 at, int half, const u32 (&v)[4]) { *(uint4*)(tile + column_swizzle(at + half * 16)) = {v[0], v[1], v[2], v[3]}; }
@@ -61,6 +62,7 @@ struct MlaE4m3 {
     return a;
   }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_f16(lo, hi); }
+  K3_DEVICE static float weight(float x) { return exp2_normal(x); }   // what it leaves out is 0 in FP16
   K3_DEVICE static float query_scale(float largest) {   // brings the largest value to [2^14, 2^15)
     int e = int(__float_as_uint(largest) >> 23) - 127;
     return e < -100 || e > 100 ? 1 : __uint_as_float(u32(127 + 14 - e) << 23);
@@ -254,26 +256,22 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
     auto unit_of = [&](int j) { return lane + j % kLoads * kWarpSize; };
     by.template load<S::kDim / 8>(a, all, [&](int j) { return start + j / kLoads * warps < item.columns && unit_of(j) < S::kDim / 8; },
                                   [&](int j) { return item.run * S::kHeads + item.first + start + j / kLoads * warps; }, unit_of);
-    K3_UNROLL
-    for (int h = 0; h < kBatch; ++h) {
-      const int column = start + h * warps, to = place + column;
-      if (column >= columns) break;
-      uint4* v = all + h * kLoads;
-      float largest = 0;
+    K3_ROLLED
+    for (int column = start; column < columns && column < start + kBatch * warps; column += warps) {
+      const int to = place + column;
+      u32 most = 0;
       K3_UNROLL
       for (int i = 0; i < kLoads; ++i) {
-        const u32 w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+        const u32 w[4] = {all[i].x, all[i].y, all[i].z, all[i].w};
         K3_UNROLL
-        for (int j = 0; j < 4; ++j)
-          largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(w[j] << 16)), fabsf(__uint_as_float(w[j] & 0xffff0000u))));
+        for (int j = 0; j < 4; ++j) most = max_bf16x2(most, w[j] & 0x7fff7fffu);
       }
-      const float scale = C::query_scale(warp_max(largest));
-      K3_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        int unit = lane + i * kWarpSize;
-        if (unit >= S::kDim / 8) continue;
-        settle(v[i]);   // unpacked again: the values of both passes together would fill registers
-        const u32 w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+      const float scale = C::query_scale(warp_max(fmaxf(__uint_as_float(most << 16), __uint_as_float(most & 0xffff0000u))));
+      K3_ROLLED
+      for (int unit = lane; unit < S::kDim / 8; unit += kWarpSize) {
+        const u32 w[4] = {all[0].x, all[0].y, all[0].z, all[0].w};
+        K3_UNROLL
+        for (int i = 0; i + 1 < kLoads; ++i) all[i] = all[i + 1];
         u32 pair[4];
         K3_UNROLL
         for (int j = 0; j < 4; ++j) pair[j] = C::pack(__uint_as_float(w[j] << 16) * scale, __uint_as_float(w[j] & 0xffff0000u) * scale);
@@ -283,6 +281,8 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
         m.scale[to] = a.score_scale * a.cache_scale * __uint_as_float(0x7f000000u - __float_as_uint(scale));   // divided by a power of two
         m.limit[to] = column < item.columns ? m.work.position[item.run + (item.first + column) / S::kHeads] : -1;
       }
+      K3_UNROLL
+      for (int i = 0; i + kLoads < kBatch * kLoads; ++i) all[i] = all[i + kLoads];
     }
   }
   fence_copies();

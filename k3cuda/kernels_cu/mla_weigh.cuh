@@ -7,28 +7,25 @@
 template <class S, int kUse>
 K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces, int lane) {
   using C = typename S::Cache;
-  constexpr int kOwn = S::kOwnRowTiles, kAll = 4 * kOwn, kUnderWay = kMlaUnderWay;
+  constexpr int kOwn = S::kOwnRowTiles, kUnderWay = kMlaUnderWay;
   MlaCursor p = c;
-  Columns<kUse> w;
-  uint4 rows[kUnderWay], raw;
-  K3_UNROLL
-  for (int l = 0; l < kAll; ++l) {
-    const int piece = l / kOwn, i = l % kOwn;
-    if (i == 0) {
-      w = columns_by_column<kUse>(weights + piece * 2 * S::kTiles * 128, S::kTiles * 128, lane);
-      if (piece) p.step<S::kRing>(1);
-      if (piece >= pieces) p.at = c.at;
-    }
-    if (i % S::kPair == 0) raw = load_matrices_transposed(shared_address(m.ring[p.at]) + at[i / S::kPair]);
-    if (l >= kUnderWay) {
+  uint4 rows[kUnderWay] = {}, raw;
+  K3_ROLLED
+  for (int piece = 0; piece < kMlaPage / 16; ++piece) {
+    const Columns<kUse> w = columns_by_column<kUse>(weights + piece * 2 * S::kTiles * 128, S::kTiles * 128, lane);
+    const u32 from = shared_address(m.ring[piece < pieces ? p.at : c.at]);
+    K3_UNROLL
+    for (int i = 0; i < kOwn; ++i) {
+      if (i % S::kPair == 0) raw = load_matrices_transposed(from + at[i / S::kPair]);
       products_wait<kUnderWay - 1>();
-      settle(rows[l % kUnderWay]);
-      settle(raw);                                     // unpacked no sooner than there is room
+      settle(rows[i % kUnderWay]);
+      settle(raw);                                       // unpacked no sooner than there is room
+      rows[i % kUnderWay] = C::columns(raw, i % S::kPair);
+      products_begin();
+      product<C::kF16, true>(o[i], rows[i % kUnderWay], w, true);
+      products_end();
     }
-    rows[l % kUnderWay] = C::columns(raw, i % S::kPair);
-    products_begin();
-    product<C::kF16, true>(o[i], rows[l % kUnderWay], w, true);
-    products_end();
+    p.step<S::kRing>(1);
   }
   products_wait<0>();
   K3_UNROLL

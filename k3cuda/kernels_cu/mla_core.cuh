@@ -189,7 +189,7 @@ struct MlaBlock : WholeBlock {
   template <int kUnits, int kCount, class Wants, class Query, class Unit>
   K3_DEVICE void load(const MlaAttend& a, uint4 (&v)[kCount], Wants&& wants, Query&& query, Unit&& unit) const {
     K3_UNROLL
-    for (int j = 0; j < kCount; ++j) v[j] = wants(j) ? load_activations((const uint4*)a.query + u32(query(j)) * kUnits + unit(j)) : uint4{0, 0, 0, 0};
+    for (int j = 0; j < kCount; ++j) v[j] = wants(j) ? load_activations((const uint4*)a.query + size_t(query(j)) * kUnits + unit(j)) : uint4{0, 0, 0, 0};
   }
 };
 

@@ -7,9 +7,9 @@
 template <class S, int kUse>
 K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces, int lane) {
   using C = typename S::Cache;
-  constexpr int kOwn = S::kOwnRowTiles, kUnderWay = kMlaUnderWay;
+  constexpr int kOwn = S::kOwnRowTiles, kUnderWay = kOwn < kMlaUnderWay ? kOwn : kMlaUnderWay;
   MlaCursor p = c;
-  uint4 rows[kUnderWay] = {}, raw;
+  uint4 rows[kUnderWay], raw;
   K3_ROLLED
   for (int piece = 0; piece < kMlaPage / 16; ++piece) {
     const Columns<kUse> w = columns_by_column<kUse>(weights + piece * 2 * S::kTiles * 128, S::kTiles * 128, lane);
@@ -17,25 +17,27 @@ K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUs
     K3_UNROLL
     for (int i = 0; i < kOwn; ++i) {
       if (i % S::kPair == 0) raw = load_matrices_transposed(from + at[i / S::kPair]);
-      products_wait<kUnderWay - 1>();
-      settle(rows[i % kUnderWay]);
-      settle(raw);                                       // unpacked no sooner than there is room
+      if (i >= kUnderWay) {
+        products_wait<kUnderWay - 1>();
+        settle(rows[i % kUnderWay]);
+        settle(raw);                                     // unpacked no sooner than there is room
+      }
       rows[i % kUnderWay] = C::columns(raw, i % S::kPair);
       products_begin();
       product<C::kF16, true>(o[i], rows[i % kUnderWay], w, true);
       products_end();
     }
+    products_wait<0>();   // ptxas keeps no products of several accumulators under way around a loop
+    K3_UNROLL
+    for (int l = 0; l < kUnderWay; ++l) settle(rows[l]);
+    K3_UNROLL
+    for (int i = 0; i < kOwn; ++i)
+      K3_UNROLL
+      for (int n = 0; n < kUse; ++n)
+        K3_UNROLL
+        for (int j = 0; j < 4; ++j) settle(o[i][n][j]);
     p.step<S::kRing>(1);
   }
-  products_wait<0>();
-  K3_UNROLL
-  for (int l = 0; l < kUnderWay; ++l) settle(rows[l]);
-  K3_UNROLL
-  for (int i = 0; i < S::kOwnRowTiles; ++i)
-    K3_UNROLL
-    for (int n = 0; n < kUse; ++n)
-      K3_UNROLL
-      for (int j = 0; j < 4; ++j) settle(o[i][n][j]);
 }
 
 // A final result is divided and rounded as mla_combine does it, which has nothing to add here.

@@ -91,30 +91,41 @@ struct KdaInputs {
   uint4 vector[S::kVectors];
   float gate[S::kGates], beta;
 
-  // At most a batch of the n rows from `first` on.
-  K3_DEVICE void load(const KdaMix& a, int head, int part, int first, int n) {
+  // At most a batch of the n rows from `first` on; where they lie is found before `ready`.
+  template <class Ready>
+  K3_DEVICE void load(const KdaMix& a, int head, int part, int first, int n, Ready&& ready) {
     if (n > S::kBatch) n = S::kBatch;
-    const int tid = threadIdx.x, channels = a.heads * S::kDim;
+    const u32 tid = threadIdx.x, channels = a.heads * S::kDim;
+    const bf16* from[S::kVectors];
+    const float* gates[S::kGates];
     K3_UNROLL
     for (int i = 0; i < S::kVectors; ++i) {
-      int at = tid + i * S::kThreads, row = at / S::kRowVectors, v = at % S::kRowVectors;
-      if (row >= n) break;
-      const bf16* p = v < S::kConvVectors ? a.qkv + size_t(first + row) * 3 * channels + kda_vector_at<S>(v, channels, head, part)
-                                          : a.f_a + size_t(first + row) * S::kDim + (v - S::kConvVectors) * 8;
-      vector[i] = *(const uint4*)p;
+      const u32 at = tid + i * S::kThreads, row = at / S::kRowVectors, v = at % S::kRowVectors;
+      from[i] = v < S::kConvVectors ? a.qkv + size_t(first + row) * 3 * channels + kda_vector_at<S>(v, channels, head, part)
+                                    : a.f_a + size_t(first + row) * S::kDim + (v - S::kConvVectors) * 8;
+      settle_here(from[i]);
     }
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) {
-      int at = tid + i * S::kThreads, row = at / S::kSlice;
-      gate[i] = row < n ? a.out_gate[size_t(first + row) * channels + head * S::kDim + part * S::kSlice + at % S::kSlice] : 0;
+      const u32 at = tid + i * S::kThreads;
+      gates[i] = a.out_gate + size_t(first + at / S::kSlice) * channels + head * S::kDim + part * S::kSlice + at % S::kSlice;
+      settle_here(gates[i]);
     }
-    if (tid < n) beta = a.beta[size_t(first + tid) * a.heads + head];
+    const float* own = a.beta + size_t(first + tid) * a.heads + head;
+    settle_here(own);
+    ready();
+    K3_UNROLL
+    for (int i = 0; i < S::kVectors; ++i)
+      if (tid + i * S::kThreads < u32(n * S::kRowVectors)) vector[i] = *(const uint4*)from[i];
+    K3_UNROLL
+    for (int i = 0; i < S::kGates; ++i) gate[i] = tid + i * S::kThreads < u32(n * S::kSlice) ? *gates[i] : 0;
+    if (tid < u32(n)) beta = *own;
   }
   K3_DEVICE void store(KdaMixSmem<S>& m, int done, int n) const {
     K3_UNROLL
     for (int i = 0; i < S::kVectors; ++i) {
-      int at = threadIdx.x + i * S::kThreads, row = at / S::kRowVectors;
-      if (row < n) *(uint4*)&m.inputs[(done + row + S::kHistory) % S::kRing][at % S::kRowVectors * 8] = vector[i];
+      const u32 at = threadIdx.x + i * S::kThreads;
+      if (at < u32(n * S::kRowVectors)) *(uint4*)&m.inputs[u32(done + at / S::kRowVectors + S::kHistory) % S::kRing][at % S::kRowVectors * 8] = vector[i];
     }
     if (threadIdx.x < n) m.beta[threadIdx.x] = beta;
   }
@@ -125,13 +136,13 @@ template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int done, int n, const Team& team = {}) {
   constexpr int kPairs = S::kChannels / 2;
   K3_ROLLED
-  for (int i = team.thread(); i < n * kPairs; i += S::kThreads) {
-    int row = i / kPairs, c = i % kPairs * 2, v = c - 2 * S::kDim;
+  for (u32 i = team.thread(); i < u32(n * kPairs); i += S::kThreads) {
+    const int row = i / kPairs, c = i % kPairs * 2, v = c - 2 * S::kDim;
     f32x4 t = m.taps[c], u = m.taps[c + 1];
     float x[S::kWidth], w[S::kWidth];
     K3_UNROLL
     for (int j = 0; j < S::kWidth; ++j) {
-      u32 both = *(const u32*)&m.inputs[(done + row + j) % S::kRing][c];
+      u32 both = *(const u32*)&m.inputs[u32(done + row + j) % S::kRing][c];
       x[j] = __uint_as_float(both << 16), w[j] = __uint_as_float(both & 0xffff0000u);
     }
     float y = fmaf(x[3], t.w, fmaf(x[2], t.z, fmaf(x[1], t.y, x[0] * t.x))), z = fmaf(w[3], u.w, fmaf(w[2], u.z, fmaf(w[1], u.y, w[0] * u.x)));
@@ -146,22 +157,31 @@ K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, i
 template <class S, class Team = WholeBlock, class FB = KdaHeld>
 K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team = {}, const FB& f_b = {}) {
   int g = team.lane() / 4, t = team.lane() % 4;
-  const bf16* x = &m.inputs[(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;
+  const bf16* x = &m.inputs[u32(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;   // columns of no row have no meaning
   K3_ROLLED
   for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
-    float leaf[S::kSteps][4];
-    K3_UNROLL
-    for (int s = 0; s < S::kSteps; ++s) {
+    constexpr int kHalf = S::kSteps / 2;
+    float sum[4];
+    K3_ROLLED
+    for (int half = 0; half < 2; ++half) {
+      float leaf[kHalf][4] = {};
       K3_UNROLL
-      for (int e = 0; e < 4; ++e) leaf[s][e] = 0;
-      uint2 f = g < n ? *(const uint2*)(x + s * 16) : uint2{0, 0};
-      uint4 w = f_b(m, tile)[s][team.lane()];
-      mma(leaf[s], uint4{w.x, w.z, w.y, w.w}, f.x, f.y);
+      for (int i = 0; i < kHalf; ++i) {
+        const int s = half * kHalf + i;
+        const uint2 f = *(const uint2*)(x + s * 16);
+        const uint4 w = f_b(m, tile)[s][team.lane()];
+        mma(leaf[i], uint4{w.x, w.z, w.y, w.w}, f.x, f.y);
+      }
+      K3_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const float part = tree_sum<kHalf>(&leaf[0][e], 4);
+        sum[e] = half ? sum[e] + part : part;
+      }
     }
     K3_UNROLL
     for (int e = 0; e < 4; ++e) {
       int row = 2 * t + e % 2, channel = tile * 16 + g + e / 2 * 8;
-      if (row < n) m.fade[row][channel] = tree_sum<S::kSteps>(&leaf[0][e], 4) + m.bias[channel];
+      if (row < n) m.fade[row][channel] = sum[e] + m.bias[channel];
     }
   }
 }
@@ -170,11 +190,11 @@ K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team 
 template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int n, const Team& team = {}) {
   K3_ROLLED
-  for (int i = team.thread(); i < n * S::kDim; i += S::kThreads) {
-    int row = i / S::kDim, channel = i % S::kDim;
+  for (u32 i = team.thread(); i < u32(n * S::kDim); i += S::kThreads) {
+    const u32 row = i / S::kDim, channel = i % S::kDim;
     float decay = a.lower_bound * sigmoid(scale * m.fade[row][channel]);
     m.fade[row][channel] = expf(decay);
-    if (channel / S::kSlice == part) a.decay[(size_t(first + row) * a.heads + head) * S::kDim + channel] = decay;
+    if (channel / S::kSlice == u32(part)) a.decay[(size_t(first + row) * a.heads + head) * S::kDim + channel] = decay;
   }
 }
 
@@ -225,8 +245,8 @@ K3_DEVICE void kda_gated_norm(const KdaMix& a, KdaMixSmem<S>& m, const float (&g
     team.sync();
   }
   K3_ROLLED
-  for (int i = 0, at = team.thread(); at < n * S::kSlice; ++i, at += S::kThreads) {
-    const int row = at / S::kSlice, c = at % S::kSlice;
+  for (u32 i = 0, at = team.thread(); at < u32(n * S::kSlice); ++i, at += S::kThreads) {
+    const u32 row = at / S::kSlice, c = at % S::kSlice;
     float own = gate[0];
     K3_UNROLL
     for (int j = 1; j < S::kGates; ++j)
@@ -257,6 +277,20 @@ K3_DEVICE void kda_recur(KdaState<S>& state, KdaMixSmem<S>& m, int n) {
   state.put(o, m.o[n - 1]);
 }
 
+// What the rows from `first` on have of one head as if it were the only one and they the step's first. Made once, before a kernel waits.
+template <class S>
+K3_DEVICE KdaMix kda_own(const KdaMix& a, int head, int first) {
+  KdaMix own = a;
+  const size_t at = (size_t(first) * a.heads + head) * S::kDim;
+  own.qkv += size_t(first) * 3 * a.heads * S::kDim + head * S::kDim;
+  own.f_a += size_t(first) * S::kDim;
+  own.beta += size_t(first) * a.heads + head;
+  own.out_gate += at;
+  own.k += at, own.v += at, own.decay += at, own.out += at;
+  settle_here(own.k), settle_here(own.v), settle_here(own.decay), settle_here(own.out);
+  return own;
+}
+
 // Block `part` of the cluster of `head`, for the sequence whose oldest row of this step is `first`; a block of another row, or
 // of padding, does nothing. `ready` is called once, when weights, conv window and state are on their way and what this step's
 // earlier kernels wrote is needed: state and window may be loaded before it because no kernel between commit and here writes them.
@@ -285,30 +319,30 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
   kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * channels, channels * S::kHistory, channels, head, part);
   const float scale = expf(a.a_log[head]);
   const int length = kda_sequence_rows(a.row_slot, a.rows, first, slot);
+  const KdaMix own = kda_own<S>(a, head, first);
   if constexpr (S::kSplit > 1) cluster_wait();  // every block's inbox stands
-  ready();
 
   KdaInputs<S> in;
-  in.load(a, head, part, first, length);
+  in.load(own, 0, part, 0, length, ready);
   K3_ROLLED
   for (int done = 0; done < length; done += S::kBatch) {
-    const int row = first + done, left = length - done, n = left < S::kBatch ? left : S::kBatch;
+    const int left = length - done, n = S::kBatch == 1 ? 1 : left < S::kBatch ? left : S::kBatch;
     in.store(m, done, n);
     copy_wait();
     __syncthreads();
-    kda_conv<S>(a, m, head, part, row, done, n);
+    kda_conv<S>(own, m, 0, part, done, done, n);
     kda_low_rank<S>(m, done, n);
     float gate[S::kGates];
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) gate[i] = in.gate[i];
-    if (kMost > S::kBatch && left > S::kBatch) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
+    if (kMost > S::kBatch && left > S::kBatch) in.load(own, 0, part, done + S::kBatch, left - S::kBatch, [] {});   // under what follows
     __syncthreads();
-    kda_decay<S>(a, m, scale, head, part, row, n);
-    kda_l2norm<S>(a, m, head, part, row, n);
+    kda_decay<S>(own, m, scale, 0, part, done, n);
+    kda_l2norm<S>(own, m, 0, part, done, n);
     __syncthreads();
     if (holder) kda_recur<S>(state, m, n);
     __syncthreads();
-    kda_finish<S>(a, m, gate, head, part, row, n, done / S::kBatch);
+    kda_finish<S>(own, m, gate, 0, part, done, n, done / S::kBatch);
     if (kMost <= S::kBatch) return;
   }
 }

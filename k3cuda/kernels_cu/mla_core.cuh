@@ -126,6 +126,12 @@ struct MlaSmem {
   MlaItem item[2], first;                      // the block's own first item, too
   static constexpr int kBarriers = 2 * S::kRing + 18;   // from here on
   u64 full[S::kRing], empty[S::kRing], top_full[2], weight_full[2], weight_empty[2], item_full[2], item_empty[2], query_full[2], query_empty[2], sum_full[4];
+  // Arrivals of a phase of barrier `i` from `full` on: behind the ring's those of each pair, five bits each.
+  K3_DEVICE static u32 arrivals(int i) {
+    constexpr int kPairs[] = {4, 4, 9, 1, S::kWarps - 1, 2, 4 * S::kSets, 1, 1};
+    constexpr u64 kPacked = [] (const int (&n)[9]) { u64 all = 0; for (int p = 9; p--;) all = all << 5 | u64(n[p]); return all; }(kPairs);
+    return i < S::kRing ? 1 : i < 2 * S::kRing ? 8 : u32(kPacked >> (i - 2 * S::kRing) / 2 * 5) & 31;
+  }
 };
 
 // As many pieces of the cache in flight as `kBytes` of shared memory hold; a piece comes with two barriers. Where wide rows leave no room for a
@@ -185,11 +191,14 @@ struct MlaBlock : WholeBlock {
   K3_DEVICE int next(const MlaAttend& a, int, int items) const {
     return items <= blocks() ? items : blocks() + __shfl_sync(kFullWarp, lane() == 0 ? atomicAdd(a.next, 1) : 0, 0);
   }
-  // Vector unit(j) of query query(j), a row's and head's, for every j with wants(j); else zeros. kUnits: vectors of a query.
-  template <int kUnits, int kCount, class Wants, class Query, class Unit>
-  K3_DEVICE void load(const MlaAttend& a, uint4 (&v)[kCount], Wants&& wants, Query&& query, Unit&& unit) const {
+  // Vectors lane(), lane() + 32, ... of the kUnits of queries `first`, first + `apart`, ..., a row's and head's each, below `end`; else zeros.
+  template <int kUnits, int kBatch, int kLoads>
+  K3_DEVICE void load(const MlaAttend& a, uint4 (&v)[kBatch][kLoads], int first, int apart, int end) const {
+    const uint4* from = (const uint4*)a.query + size_t(first) * kUnits + lane();
     K3_UNROLL
-    for (int j = 0; j < kCount; ++j) v[j] = wants(j) ? load_activations((const uint4*)a.query + size_t(query(j)) * kUnits + unit(j)) : uint4{0, 0, 0, 0};
+    for (int h = 0; h < kBatch; ++h, first += apart, from += size_t(apart) * kUnits)
+      K3_UNROLL
+      for (int i = 0; i < kLoads; ++i) v[h][i] = first < end && lane() + i * kWarpSize < kUnits ? load_activations(from + i * kWarpSize) : uint4{0, 0, 0, 0};
   }
 };
 
@@ -252,26 +261,25 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
   constexpr int kLoads = (S::kDim / 8 + kWarpSize - 1) / kWarpSize;
   K3_ROLLED
   for (int start = warp; start < columns; start += warps * kBatch) {
-    uint4 all[kBatch * kLoads];
-    auto unit_of = [&](int j) { return lane + j % kLoads * kWarpSize; };
-    by.template load<S::kDim / 8>(a, all, [&](int j) { return start + j / kLoads * warps < item.columns && unit_of(j) < S::kDim / 8; },
-                                  [&](int j) { return item.run * S::kHeads + item.first + start + j / kLoads * warps; }, unit_of);
+    uint4 all[kBatch][kLoads];
+    const int query = item.run * S::kHeads + item.first;
+    by.template load<S::kDim / 8>(a, all, query + start, warps, query + item.columns);
     K3_ROLLED
     for (int column = start; column < columns && column < start + kBatch * warps; column += warps) {
       const int to = place + column;
       u32 most = 0;
       K3_UNROLL
       for (int i = 0; i < kLoads; ++i) {
-        const u32 w[4] = {all[i].x, all[i].y, all[i].z, all[i].w};
+        const u32 w[4] = {all[0][i].x, all[0][i].y, all[0][i].z, all[0][i].w};
         K3_UNROLL
         for (int j = 0; j < 4; ++j) most = max_bf16x2(most, w[j] & 0x7fff7fffu);
       }
-      const float scale = C::query_scale(warp_max(fmaxf(__uint_as_float(most << 16), __uint_as_float(most & 0xffff0000u))));
+      const float scale = C::query_scale(__uint_as_float(warp_max(u32(max(most & 0xffffu, most >> 16))) << 16));   // none is negative: in the order of their bits
       K3_ROLLED
       for (int unit = lane; unit < S::kDim / 8; unit += kWarpSize) {
-        const u32 w[4] = {all[0].x, all[0].y, all[0].z, all[0].w};
+        const u32 w[4] = {all[0][0].x, all[0][0].y, all[0][0].z, all[0][0].w};
         K3_UNROLL
-        for (int i = 0; i + 1 < kLoads; ++i) all[i] = all[i + 1];
+        for (int i = 0; i + 1 < kLoads; ++i) all[0][i] = all[0][i + 1];
         u32 pair[4];
         K3_UNROLL
         for (int j = 0; j < 4; ++j) pair[j] = C::pack(__uint_as_float(w[j] << 16) * scale, __uint_as_float(w[j] & 0xffff0000u) * scale);
@@ -282,7 +290,9 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
         m.limit[to] = column < item.columns ? m.work.position[item.run + (item.first + column) / S::kHeads] : -1;
       }
       K3_UNROLL
-      for (int i = 0; i + kLoads < kBatch * kLoads; ++i) all[i] = all[i + kLoads];
+      for (int h = 0; h + 1 < kBatch; ++h)
+        K3_UNROLL
+        for (int i = 0; i < kLoads; ++i) all[h][i] = all[h + 1][i];
     }
   }
   fence_copies();

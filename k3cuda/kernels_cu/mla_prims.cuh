@@ -52,6 +52,8 @@ K3_DEVICE float divide(float a, float b) {
   asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
+// The largest of a warp's values.
+K3_DEVICE u32 warp_max(u32 v) { return __reduce_max_sync(kFullWarp, v); }
 // 2^x, 0 where that is below the normal numbers.
 K3_DEVICE float exp2_normal(float x) {
   float r;

@@ -87,7 +87,7 @@ K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, i
     w.chunks[i] = chunks;
     w.run[i] = 63 - __clzll(edges & (~0ull >> (63 - i)));
     K3_UNROLL
-    for (int n = 0; n < 2; ++n) items[n] += chunks * ((length * kHeads + widths.width[n] - 1) / widths.width[n]);
+    for (int n = 0; n < 2; ++n) items[n] += chunks * (u32(length * kHeads + widths.width[n] - 1) / u32(widths.width[n]));
   }
   K3_ROLLED
   for (int d = 1; d < kWarpSize; d *= 2)
@@ -98,7 +98,7 @@ K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, i
   int before[kSums] = {};
   K3_ROLLED
   for (int i = lane; i < kMlaMaxRows; i += kWarpSize) {
-    const int length = w.length[i], chunks = w.chunks[i], groups = (length * kHeads + width - 1) / width;
+    const int length = w.length[i], chunks = w.chunks[i], groups = u32(length * kHeads + width - 1) / u32(width);
     const int longs = max(chunks - kMlaShorts - kMlaMiddles, 0), shorts = min(chunks, kMlaShorts);
     const int own[kSums] = {longs * groups, (chunks - longs - shorts) * groups, shorts * groups, chunks * length * kHeads};
     int sum[kSums];
@@ -136,13 +136,13 @@ K3_DEVICE MlaItem mla_item(const MlaWork& w, int index) {
   for (int step = kMlaMaxRows / 2; step; step /= 2)
     if (w.before[c][run + step] <= index) run += step;
   index -= w.before[c][run];
-  const int columns = w.length[run] * kHeads, groups = (columns + w.width - 1) / w.width;
-  const int group = index % groups, chunk = index / groups + (c == 0 ? kMlaShorts + kMlaMiddles : c == 1 ? kMlaShorts : 0);
+  const u32 columns = w.length[run] * kHeads, groups = (columns + w.width - 1) / u32(w.width), turn = u32(index) / groups;
+  const int group = index - turn * groups, chunk = turn + (c == 0 ? kMlaShorts + kMlaMiddles : c == 1 ? kMlaShorts : 0);
   MlaItem m;
   m.run = run;
   m.slot = w.slot[run];
   m.first = group * w.width;
-  m.columns = min(w.width, columns - m.first);
+  m.columns = min(w.width, int(columns) - m.first);
   m.low = w.position[run + m.first / kHeads];
   m.begin = mla_chunk_begin(chunk);
   m.end = min(mla_chunk_begin(chunk + 1), w.position[run + (m.first + m.columns - 1) / kHeads] + 1);

@@ -57,7 +57,6 @@ K3_DEVICE size_t kda_vector_at(int i, int stride, int head, int part) {
 template <class S, class Team = WholeBlock, class FB = KdaHeld>
 K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, const Team& team = {}, const FB& f_b = {}) {
   const int tid = team.thread();
-  K3_ROLLED
   for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
     const bf16* p = a.f_b + (size_t(head) * S::kDim + tile * 16 + team.lane() / 4) * S::kDim + team.lane() % 4 * 4;
     K3_UNROLL
@@ -66,7 +65,6 @@ K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int
       copy_async<8>(&f_b(m, tile)[s][team.lane()].z, p + 8 * S::kDim + s * 16);
     }
   }
-  K3_ROLLED
   for (int c = tid; c < S::kChannels; c += S::kThreads) {
     int which = c / S::kDim < 2 ? c / S::kDim : 2, channel = head * S::kDim + (which < 2 ? c % S::kDim : part * S::kSlice + c - 2 * S::kDim);
     copy_async<16>(&m.taps[c], (which == 0 ? a.q_conv : which == 1 ? a.k_conv : a.v_conv) + size_t(channel) * S::kWidth);
@@ -78,7 +76,6 @@ K3_DEVICE void kda_load_weights(const KdaMix& a, KdaMixSmem<S>& m, int head, int
 // The conv's inputs before the rows: kHistory of them from `from` on, `next` apart, q, k and v each `stride` apart.
 template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_load_window(KdaMixSmem<S>& m, const bf16* from, int stride, int next, int head, int part, const Team& team = {}) {
-  K3_ROLLED
   for (int i = team.thread(); i < S::kHistory * S::kConvVectors; i += S::kThreads) {
     int j = i / S::kConvVectors, v = i % S::kConvVectors;
     copy_async<16>(&m.inputs[j][v * 8], from + size_t(j) * next + kda_vector_at<S>(v, stride, head, part));
@@ -91,65 +88,65 @@ struct KdaInputs {
   uint4 vector[S::kVectors];
   float gate[S::kGates], beta;
 
-  // At most a batch of the n rows from `first` on; where they lie is found before `ready`.
-  template <class Ready>
-  K3_DEVICE void load(const KdaMix& a, int head, int part, int first, int n, Ready&& ready) {
+  // At most a batch of the n rows from `first` on.
+  K3_DEVICE void load(const KdaMix& a, int head, int part, int first, int n) {
     if (n > S::kBatch) n = S::kBatch;
-    const u32 tid = threadIdx.x, channels = a.heads * S::kDim;
-    const bf16* from[S::kVectors];
-    const float* gates[S::kGates];
+    const int tid = threadIdx.x, channels = a.heads * S::kDim;
     K3_UNROLL
     for (int i = 0; i < S::kVectors; ++i) {
-      const u32 at = tid + i * S::kThreads, row = at / S::kRowVectors, v = at % S::kRowVectors;
-      from[i] = v < S::kConvVectors ? a.qkv + size_t(first + row) * 3 * channels + kda_vector_at<S>(v, channels, head, part)
-                                    : a.f_a + size_t(first + row) * S::kDim + (v - S::kConvVectors) * 8;
-      settle_here(from[i]);
+      int at = tid + i * S::kThreads, row = at / S::kRowVectors, v = at % S::kRowVectors;
+      if (row >= n) break;
+      const bf16* p = v < S::kConvVectors ? a.qkv + size_t(first + row) * 3 * channels + kda_vector_at<S>(v, channels, head, part)
+                                          : a.f_a + size_t(first + row) * S::kDim + (v - S::kConvVectors) * 8;
+      vector[i] = *(const uint4*)p;
     }
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) {
-      const u32 at = tid + i * S::kThreads;
-      gates[i] = a.out_gate + size_t(first + at / S::kSlice) * channels + head * S::kDim + part * S::kSlice + at % S::kSlice;
-      settle_here(gates[i]);
+      int at = tid + i * S::kThreads, row = at / S::kSlice;
+      gate[i] = row < n ? a.out_gate[size_t(first + row) * channels + head * S::kDim + part * S::kSlice + at % S::kSlice] : 0;
     }
-    const float* own = a.beta + size_t(first + tid) * a.heads + head;
-    settle_here(own);
-    ready();
-    K3_UNROLL
-    for (int i = 0; i < S::kVectors; ++i)
-      if (tid + i * S::kThreads < u32(n * S::kRowVectors)) vector[i] = *(const uint4*)from[i];
-    K3_UNROLL
-    for (int i = 0; i < S::kGates; ++i) gate[i] = tid + i * S::kThreads < u32(n * S::kSlice) ? *gates[i] : 0;
-    if (tid < u32(n)) beta = *own;
+    if (tid < n) beta = a.beta[size_t(first + tid) * a.heads + head];
   }
   K3_DEVICE void store(KdaMixSmem<S>& m, int done, int n) const {
     K3_UNROLL
     for (int i = 0; i < S::kVectors; ++i) {
-      const u32 at = threadIdx.x + i * S::kThreads;
-      if (at < u32(n * S::kRowVectors)) *(uint4*)&m.inputs[u32(done + at / S::kRowVectors + S::kHistory) % S::kRing][at % S::kRowVectors * 8] = vector[i];
+      int at = threadIdx.x + i * S::kThreads, row = at / S::kRowVectors;
+      if (row < n) *(uint4*)&m.inputs[(done + row + S::kHistory) % S::kRing][at % S::kRowVectors * 8] = vector[i];
     }
     if (threadIdx.x < n) m.beta[threadIdx.x] = beta;
   }
 };
 
-// Conv and SiLU of a batch; a thread takes two channels of a row at a time. `done`: rows of the sequence before the batch.
-template <class S, class Team = WholeBlock>
+// Conv and SiLU of a batch; a thread takes two channels of kRun rows, whose chains of instructions overlap. `done`: rows of the
+// sequence before the batch.
+template <class S, int kRun, class Team = WholeBlock>
 K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int done, int n, const Team& team = {}) {
   constexpr int kPairs = S::kChannels / 2;
-  K3_ROLLED
-  for (u32 i = team.thread(); i < u32(n * kPairs); i += S::kThreads) {
-    const int row = i / kPairs, c = i % kPairs * 2, v = c - 2 * S::kDim;
+  for (int i = team.thread(); i < (n + kRun - 1) / kRun * kPairs; i += S::kThreads) {
+    int row = i / kPairs * kRun, c = i % kPairs * 2, v = c - 2 * S::kDim;
     f32x4 t = m.taps[c], u = m.taps[c + 1];
-    float x[S::kWidth], w[S::kWidth];
+    float x[kRun + S::kHistory], w[kRun + S::kHistory];
     K3_UNROLL
-    for (int j = 0; j < S::kWidth; ++j) {
-      u32 both = *(const u32*)&m.inputs[u32(done + row + j) % S::kRing][c];
+    for (int j = 0; j < kRun + S::kHistory; ++j) {
+      u32 both = *(const u32*)&m.inputs[(done + row + j) % S::kRing][c];
       x[j] = __uint_as_float(both << 16), w[j] = __uint_as_float(both & 0xffff0000u);
     }
-    float y = fmaf(x[3], t.w, fmaf(x[2], t.z, fmaf(x[1], t.y, x[0] * t.x))), z = fmaf(w[3], u.w, fmaf(w[2], u.z, fmaf(w[1], u.y, w[0] * u.x)));
-    y *= sigmoid(y);
-    z *= sigmoid(z);
-    *(f32x2*)(c < S::kDim ? &m.q[row][c] : v < 0 ? &m.k[row][c - S::kDim] : &m.v[row][v]) = f32x2{y, z};
-    if (v >= 0) *(f32x2*)&a.v[(size_t(first + row) * a.heads + head) * S::kDim + part * S::kSlice + v] = f32x2{y, z};
+    float* to = c < S::kDim ? &m.q[row][c] : v < 0 ? &m.k[row][c - S::kDim] : &m.v[row][v];
+    const int stride = v < 0 ? S::kDim : S::kSlice;
+    float y[kRun], z[kRun];
+    K3_UNROLL
+    for (int r = 0; r < kRun; ++r) {
+      y[r] = fmaf(x[r + 3], t.w, fmaf(x[r + 2], t.z, fmaf(x[r + 1], t.y, x[r] * t.x)));
+      z[r] = fmaf(w[r + 3], u.w, fmaf(w[r + 2], u.z, fmaf(w[r + 1], u.y, w[r] * u.x)));
+      y[r] *= sigmoid(y[r]);
+      z[r] *= sigmoid(z[r]);
+    }
+    K3_UNROLL
+    for (int r = 0; r < kRun; ++r) {
+      if (row + r >= n) break;
+      *(f32x2*)(to + r * stride) = f32x2{y[r], z[r]};
+      if (v >= 0) *(f32x2*)&a.v[(size_t(first + row + r) * a.heads + head) * S::kDim + part * S::kSlice + v] = f32x2{y[r], z[r]};
+    }
   }
 }
 
@@ -157,31 +154,21 @@ K3_DEVICE void kda_conv(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, i
 template <class S, class Team = WholeBlock, class FB = KdaHeld>
 K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team = {}, const FB& f_b = {}) {
   int g = team.lane() / 4, t = team.lane() % 4;
-  const bf16* x = &m.inputs[u32(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;   // columns of no row have no meaning
-  K3_ROLLED
+  const bf16* x = &m.inputs[(done + g + S::kHistory) % S::kRing][S::kChannels] + t * 4;
   for (int tile = S::kWarps - 1 - team.warp(); tile < S::kTiles; tile += S::kWarps) {
-    constexpr int kHalf = S::kSteps / 2;
-    float sum[4];
-    K3_ROLLED
-    for (int half = 0; half < 2; ++half) {
-      float leaf[kHalf][4] = {};
+    float leaf[S::kSteps][4];
+    K3_UNROLL
+    for (int s = 0; s < S::kSteps; ++s) {
       K3_UNROLL
-      for (int i = 0; i < kHalf; ++i) {
-        const int s = half * kHalf + i;
-        const uint2 f = *(const uint2*)(x + s * 16);
-        const uint4 w = f_b(m, tile)[s][team.lane()];
-        mma(leaf[i], uint4{w.x, w.z, w.y, w.w}, f.x, f.y);
-      }
-      K3_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        const float part = tree_sum<kHalf>(&leaf[0][e], 4);
-        sum[e] = half ? sum[e] + part : part;
-      }
+      for (int e = 0; e < 4; ++e) leaf[s][e] = 0;
+      uint2 f = g < n ? *(const uint2*)(x + s * 16) : uint2{0, 0};
+      uint4 w = f_b(m, tile)[s][team.lane()];
+      mma(leaf[s], uint4{w.x, w.z, w.y, w.w}, f.x, f.y);
     }
     K3_UNROLL
     for (int e = 0; e < 4; ++e) {
       int row = 2 * t + e % 2, channel = tile * 16 + g + e / 2 * 8;
-      if (row < n) m.fade[row][channel] = sum[e] + m.bias[channel];
+      if (row < n) m.fade[row][channel] = tree_sum<S::kSteps>(&leaf[0][e], 4) + m.bias[channel];
     }
   }
 }
@@ -189,19 +176,18 @@ K3_DEVICE void kda_low_rank(KdaMixSmem<S>& m, int done, int n, const Team& team 
 // log decay = lower_bound sigmoid(exp(A_log) (f + dt_bias)); its record, and exp of it for the recurrence.
 template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_decay(const KdaMix& a, KdaMixSmem<S>& m, float scale, int head, int part, int first, int n, const Team& team = {}) {
-  K3_ROLLED
-  for (u32 i = team.thread(); i < u32(n * S::kDim); i += S::kThreads) {
-    const u32 row = i / S::kDim, channel = i % S::kDim;
+#pragma unroll 4
+  for (int i = team.thread(); i < n * S::kDim; i += S::kThreads) {
+    int row = i / S::kDim, channel = i % S::kDim;
     float decay = a.lower_bound * sigmoid(scale * m.fade[row][channel]);
     m.fade[row][channel] = expf(decay);
-    if (channel / S::kSlice == u32(part)) a.decay[(size_t(first + row) * a.heads + head) * S::kDim + channel] = decay;
+    if (channel / S::kSlice == part) a.decay[(size_t(first + row) * a.heads + head) * S::kDim + channel] = decay;
   }
 }
 
 // Rows of q and k to unit length, q times dim^-1/2; a warp a row, the last warp first: the first ones are busy with decays.
 template <class S, class Team = WholeBlock>
 K3_DEVICE void kda_l2norm(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, int n, const Team& team = {}) {
-  K3_ROLLED
   for (int row = S::kWarps - 1 - team.warp(); row < n; row += S::kWarps) {
     const int at = 4 * team.lane();
     f32x4 q = load4(&m.q[row][at]), k = load4(&m.k[row][at]);
@@ -224,7 +210,6 @@ template <class S, class Store, class Team = WholeBlock>
 K3_DEVICE void kda_gated_norm(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)[S::kGates], int part, int n, int turn, Store&& store, const Team& team = {}) {
   float(&squares)[S::kBatch][S::kSplit] = m.squares[turn & 1];
   constexpr int kLane = S::kSlice >= kWarpSize ? S::kSlice / kWarpSize : 1;
-  K3_ROLLED
   for (int row = team.warp(); row < n; row += S::kWarps) {
     float y[kLane];
     K3_UNROLL
@@ -244,15 +229,12 @@ K3_DEVICE void kda_gated_norm(const KdaMix& a, KdaMixSmem<S>& m, const float (&g
   } else {
     team.sync();
   }
-  K3_ROLLED
-  for (u32 i = 0, at = team.thread(); at < u32(n * S::kSlice); ++i, at += S::kThreads) {
-    const u32 row = at / S::kSlice, c = at % S::kSlice;
-    float own = gate[0];
-    K3_UNROLL
-    for (int j = 1; j < S::kGates; ++j)
-      if (i == j) own = gate[j];
+  K3_UNROLL
+  for (int i = 0; i < S::kGates; ++i) {
+    int at = team.thread() + i * S::kThreads, row = at / S::kSlice, c = at % S::kSlice;
+    if (row >= n) break;
     float inv = inverse_sqrt(tree_sum<S::kSplit>(squares[row], 1) * (1.0f / S::kDim) + a.eps);
-    store(row, c, m.o[row][c] * inv * m.norm[c] * sigmoid(own));
+    store(row, c, m.o[row][c] * inv * m.norm[c] * sigmoid(gate[i]));
   }
 }
 
@@ -267,7 +249,6 @@ K3_DEVICE void kda_finish(const KdaMix& a, KdaMixSmem<S>& m, const float (&gate)
 template <class S>
 K3_DEVICE void kda_recur(KdaState<S>& state, KdaMixSmem<S>& m, int n) {
   float o[S::kCols] = {};
-  K3_ROLLED
   for (int r = 0; r < n; ++r) {
     state.template advance<true>(m.k[r], m.fade[r], m.v[r], m.beta[r], o);
     if (r) state.put(o, m.o[r - 1]);
@@ -277,25 +258,10 @@ K3_DEVICE void kda_recur(KdaState<S>& state, KdaMixSmem<S>& m, int n) {
   state.put(o, m.o[n - 1]);
 }
 
-// What the rows from `first` on have of one head as if it were the only one and they the step's first. Made once, before a kernel waits.
-template <class S>
-K3_DEVICE KdaMix kda_own(const KdaMix& a, int head, int first) {
-  KdaMix own = a;
-  const size_t at = (size_t(first) * a.heads + head) * S::kDim;
-  own.qkv += size_t(first) * 3 * a.heads * S::kDim + head * S::kDim;
-  own.f_a += size_t(first) * S::kDim;
-  own.beta += size_t(first) * a.heads + head;
-  own.out_gate += at;
-  own.k += at, own.v += at, own.decay += at, own.out += at;
-  settle_here(own.k), settle_here(own.v), settle_here(own.decay), settle_here(own.out);
-  return own;
-}
-
 // Block `part` of the cluster of `head`, for the sequence whose oldest row of this step is `first`; a block of another row, or
 // of padding, does nothing. `ready` is called once, when weights, conv window and state are on their way and what this step's
 // earlier kernels wrote is needed: state and window may be loaded before it because no kernel between commit and here writes them.
-// kMost: rows of a step at most.
-template <class S, int kMost = kStepRows, class Ready>
+template <class S, class Ready>
 K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, Ready ready) {
   int slot = a.row_slot[first];
   if (slot < 0 || (first > 0 && a.row_slot[first - 1] == slot)) {
@@ -319,30 +285,29 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
   kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * channels, channels * S::kHistory, channels, head, part);
   const float scale = expf(a.a_log[head]);
   const int length = kda_sequence_rows(a.row_slot, a.rows, first, slot);
-  const KdaMix own = kda_own<S>(a, head, first);
   if constexpr (S::kSplit > 1) cluster_wait();  // every block's inbox stands
+  ready();
 
   KdaInputs<S> in;
-  in.load(own, 0, part, 0, length, ready);
-  K3_ROLLED
+  in.load(a, head, part, first, length);
   for (int done = 0; done < length; done += S::kBatch) {
-    const int left = length - done, n = S::kBatch == 1 ? 1 : left < S::kBatch ? left : S::kBatch;
+    const int row = first + done, left = length - done, n = left < S::kBatch ? left : S::kBatch;
     in.store(m, done, n);
     copy_wait();
     __syncthreads();
-    kda_conv<S>(own, m, 0, part, done, done, n);
+    if (n == 1) kda_conv<S, 1>(a, m, head, part, row, done, n);
+    else kda_conv<S, 4>(a, m, head, part, row, done, n);
     kda_low_rank<S>(m, done, n);
     float gate[S::kGates];
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) gate[i] = in.gate[i];
-    if (kMost > S::kBatch && left > S::kBatch) in.load(own, 0, part, done + S::kBatch, left - S::kBatch, [] {});   // under what follows
+    if (left > S::kBatch) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
     __syncthreads();
-    kda_decay<S>(own, m, scale, 0, part, done, n);
-    kda_l2norm<S>(own, m, 0, part, done, n);
+    kda_decay<S>(a, m, scale, head, part, row, n);
+    kda_l2norm<S>(a, m, head, part, row, n);
     __syncthreads();
     if (holder) kda_recur<S>(state, m, n);
     __syncthreads();
-    kda_finish<S>(own, m, gate, 0, part, done, n, done / S::kBatch);
-    if (kMost <= S::kBatch) return;
+    kda_finish<S>(a, m, gate, head, part, row, n, done / S::kBatch);
   }
 }

@@ -80,7 +80,7 @@ K3_DEVICE void kda_rows(const KdaMix& a, KdaRowsSmem<S>& w, int head, int lane, 
     const u32 live = u32(rows.live >> first) & ((1u << n) - 1), opens = u32(rows.opens >> first);
     kda_before<S>(a, w.g, head, first, n, live);
     KdaInputs<S> in;
-    in.load(a, head, 0, first, n, [] {});
+    in.load(a, head, 0, first, n);
     in.store(m, 0, n);
     copy_wait();
     __syncthreads();

@@ -145,15 +145,12 @@ constexpr int kStepRows = 1024;                 // of a step at most
 template <class Work>
 K3_DEVICE void kda_each_sequence(const int* row_slot, int rows, int lane, int lanes, Work&& work) {
   int sequence = 0;
-  K3_ROLLED
   for (int base = 0; base < rows; base += kWarpSize) {
     int r = base + lane_id();
     int slot = r < rows ? row_slot[r] : -1;
     u32 starts = __ballot_sync(kFullWarp, slot >= 0 && (r == 0 || row_slot[r - 1] != slot));
-    K3_ROLLED
     while (starts) {
       int bit = 0;
-      K3_ROLLED
       while (!(starts >> bit & 1)) ++bit;
       starts &= starts - 1;
       int its = __shfl_sync(kFullWarp, slot, bit);
@@ -164,12 +161,10 @@ K3_DEVICE void kda_each_sequence(const int* row_slot, int rows, int lane, int la
 
 // Rows of `slot` from `first` on: neighbours of one sequence.
 K3_DEVICE int kda_sequence_rows(const int* row_slot, int rows, int first, int slot) {
-  K3_ROLLED
   for (int n = 0;; n += kWarpSize) {
     int r = first + n + lane_id();
     u32 same = __ballot_sync(kFullWarp, r < rows && row_slot[r < rows ? r : first] == slot);
     if (same == kFullWarp) continue;
-    K3_ROLLED
     while (same >> n % kWarpSize & 1) ++n;
     return n;
   }

@@ -80,7 +80,7 @@ K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaGatesSmem<S>& 
   ready();
   kda_before<S>(a, g, head, first, n, live);
   KdaInputs<S> in;
-  in.load(a, head, 0, first, n, [] {});
+  in.load(a, head, 0, first, n);
   in.store(m, 0, n);
   copy_wait();
   __syncthreads();

@@ -122,7 +122,8 @@ struct LaunchKdaRows {
     team.sync();
     if (u + 1 == p.units) block.received(phase);
     else block.arrived(phase);
-    kda_conv<S>(a, m, head, 0, first, 0, n, team);
+    if (n == 1) kda_conv<S, 1>(a, m, head, 0, first, 0, n, team);
+    else kda_conv<S, 4>(a, m, head, 0, first, 0, n, team);
     kda_low_rank<S>(m, 0, n, team, f_b);
     if (has_tile) {
       fence_slot();

@@ -80,13 +80,11 @@ struct LaunchAttending : Consumers {
   K3_DEVICE int blocks() const { return blocks_of_grid(); }
   K3_DEVICE int next(const MlaAttend&, int index, int) const { return index + blocks(); }
   K3_DEVICE const uint4* query(int i) const { return r.queries + i / S::kHeads * r.query_row + i % S::kHeads * (S::kDim / 8); }
-  template <int kUnits, int kBatch, int kLoads>
-  K3_DEVICE void load(const MlaAttend&, uint4 (&all)[kBatch][kLoads], int first, int apart, int end) const {
-    uint4(&v)[kBatch * kLoads] = *(uint4(*)[kBatch * kLoads])&all;
+  template <int kUnits, int kCount, class Wants, class Query, class Unit>
+  K3_DEVICE void load(const MlaAttend&, uint4 (&v)[kCount], Wants&& wants, Query&& of, Unit&& unit) const {
     K3_UNROLL
-    for (int j = 0; j < kBatch * kLoads; ++j) v[j] = {0, 0, 0, 0};
-    await_all(v, watch, phase, 0, [&](int j) { return first + j / kLoads * apart < end && lane() + j % kLoads * kWarpSize < kUnits; },
-              [&](int j) { return query(first + j / kLoads * apart) + lane() + j % kLoads * kWarpSize; });
+    for (int j = 0; j < kCount; ++j) v[j] = {0, 0, 0, 0};
+    await_all(v, watch, phase, 0, wants, [&](int j) { return query(of(j)) + unit(j); });
   }
   // The warp that copies pages: from here on those of the step's own rows, too. Its first item's queries are about here by then.
   K3_DEVICE void await_written() const {

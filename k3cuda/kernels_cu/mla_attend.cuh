@@ -20,10 +20,22 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
     if (by.number() < mla_items(m.work)) first = mla_item<S::kHeads>(m.work, by.number());
     if (by.lane() == 0) m.first = first;
   }
-  if (warp == 1) {
-    if (by.lane() == 0) map_prefetch(a.map);
-    K3_ROLLED
-    for (int i = by.lane(); i < m.kBarriers; i += kWarpSize) barrier_init(m.full + i, MlaSmem<S>::arrivals(i));
+  if (by.thread() == kWarpSize) {
+    map_prefetch(a.map);
+    for (int i = 0; i < S::kRing; ++i) {
+      barrier_init(&m.full[i], 1);
+      barrier_init(&m.empty[i], 8);
+    }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&m.weight_full[i], 4);
+      barrier_init(&m.top_full[i], 4);
+      barrier_init(&m.weight_empty[i], 9);
+      barrier_init(&m.item_full[i], 1);
+      barrier_init(&m.item_empty[i], S::kWarps - 1);
+      barrier_init(&m.query_full[i], 2);
+      barrier_init(&m.query_empty[i], 4 * S::kSets);
+    }
+    for (int i = 0; i < 4; ++i) barrier_init(&m.sum_full[i], 1);
     barrier_fence_init();
   }
   by.sync();

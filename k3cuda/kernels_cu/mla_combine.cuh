@@ -51,34 +51,31 @@ K3_DEVICE void mla_combine_unit(const MlaCombine& a, MlaCombineSums<kTogether>& 
   const int tid = team.thread(), cls = tid / 8, lane = tid % 8;
   const int run = work.run[row], chunks = mla_chunks(work.position[row] + 1), columns = work.length[run] * kHeads;
   const size_t first = work.before[kMlaClasses][run] + (row - run) * kHeads + head;
-  const size_t apart = size_t(columns) * kMlaClassCount;   // results of the class, one chunk to its next
-  const float2* top_sum = a.top_sum + first + size_t(columns) * cls;
-  const float4* from = (const float4*)(a.partial + (first + size_t(columns) * cls) * kLatent + at) + lane;
-  turn ^= 1;
-  float top = minus_infinity(), total = 0;
-  float4 o[kTogether] = {};
-  K3_ROLLED
-  for (int base = cls;;) {
-    float2 ts[kBatch];
-    float4 v[kBatch][kTogether];
+  const float2* top_sum = a.top_sum + first;
+  const float4* from = (const float4*)(a.partial + first * kLatent + at) + lane;
+  float2 ts[kBatch];
+  float4 v[kBatch][kTogether], o[kTogether] = {};
+  auto load = [&](int base) {
     K3_UNROLL
-    for (int i = 0; i < kBatch; ++i, top_sum += apart, from += apart * (kLatent / 4)) {
-      const bool has = base + i * kMlaClassCount < chunks;
-      ts[i] = has ? *top_sum : float2{minus_infinity(), 0};
+    for (int i = 0; i < kBatch; ++i) {
+      const int j = base + i * kMlaClassCount;
+      ts[i] = j < chunks ? top_sum[size_t(j) * columns] : float2{minus_infinity(), 0};
       K3_UNROLL
       for (int s = 0; s < kTogether; ++s) {
         const bool inside = kLatent % kUnit == 0 || at + s * kMlaSlab + lane * 4 < kLatent;
-        v[i][s] = inside && has ? from[s * (kMlaSlab / 4)] : float4{0, 0, 0, 0};
+        v[i][s] = inside && j < chunks ? from[size_t(j) * columns * (kLatent / 4) + s * (kMlaSlab / 4)] : float4{0, 0, 0, 0};
       }
     }
-    if (base == cls) {
-      K3_UNROLL
-      for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ts[i].x);
-      const float2* later = top_sum;
-      K3_ROLLED
-      for (int j = base + kStep; j < chunks; j += kMlaClassCount, later += apart) top = fmaxf(top, later->x);
-      top = mla_block_top(m.top[turn], top, team);
-    }
+  };
+  load(cls);
+  float top = minus_infinity();
+  K3_UNROLL
+  for (int i = 0; i < kBatch; ++i) top = fmaxf(top, ts[i].x);
+  for (int j = cls + kStep; j < chunks; j += kMlaClassCount) top = fmaxf(top, top_sum[size_t(j) * columns].x);
+  turn ^= 1;
+  top = mla_block_top(m.top[turn], top, team);
+  float total = 0;
+  for (int base = cls;;) {
     K3_UNROLL
     for (int i = 0; i < kBatch; ++i) {
       if (base + i * kMlaClassCount >= chunks) break;
@@ -90,6 +87,7 @@ K3_DEVICE void mla_combine_unit(const MlaCombine& a, MlaCombineSums<kTogether>& 
     }
     base += kStep;
     if (base >= chunks) break;
+    load(base);
   }
   K3_UNROLL
   for (int d = 8; d < kWarpSize; d *= 2) {
@@ -118,7 +116,6 @@ K3_DEVICE void mla_combine(const MlaCombine& a, MlaCombineSmem<kTogether>& m, Re
   ready();
   if (blockIdx.x == 0 && threadIdx.x == 0) *a.next = 0;
   int turn = 0;
-  K3_ROLLED
   for (int unit = blockIdx.x; unit < a.rows.rows * kHeads * kUnits; unit += gridDim.x) {
     const int at = unit % kUnits * kUnit, head = unit / kUnits % kHeads, row = unit / (kUnits * kHeads);
     if (m.work.slot[row] < 0) continue;

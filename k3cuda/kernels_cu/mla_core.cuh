@@ -28,7 +28,6 @@ struct MlaBf16 {
   // Transposed: matrices are (positions 0-7, dims 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
   K3_DEVICE static uint4 columns(const uint4& v, int) { return {v.x, v.z, v.y, v.w}; }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_bf16(lo, hi); }
-  K3_DEVICE static float weight(float x) { return exp2f(x); }
   K3_DEVICE static float query_scale(float) { return 1; }
   // Eight values of a query, dims 8 half to + 7 of a k-step, into the 32 bytes at `at` of a tile of columns.
   K3_DEVICE static void store_query(u8* tile, u32 at, int half, const u32 (&v)[4]) { *(uint4*)(tile + column_swizzle(at + half * 16)) = {v[0], v[1], v[2], v[3]}; }
@@ -62,7 +61,6 @@ struct MlaE4m3 {
     return a;
   }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_f16(lo, hi); }
-  K3_DEVICE static float weight(float x) { return exp2_normal(x); }   // what it leaves out is 0 in FP16
   K3_DEVICE static float query_scale(float largest) {   // brings the largest value to [2^14, 2^15)
     int e = int(__float_as_uint(largest) >> 23) - 127;
     return e < -100 || e > 100 ? 1 : __uint_as_float(u32(127 + 14 - e) << 23);
@@ -126,12 +124,6 @@ struct MlaSmem {
   MlaItem item[2], first;                      // the block's own first item, too
   static constexpr int kBarriers = 2 * S::kRing + 18;   // from here on
   u64 full[S::kRing], empty[S::kRing], top_full[2], weight_full[2], weight_empty[2], item_full[2], item_empty[2], query_full[2], query_empty[2], sum_full[4];
-  // Arrivals of a phase of barrier `i` from `full` on: behind the ring's those of each pair, five bits each.
-  K3_DEVICE static u32 arrivals(int i) {
-    constexpr int kPairs[] = {4, 4, 9, 1, S::kWarps - 1, 2, 4 * S::kSets, 1, 1};
-    constexpr u64 kPacked = [] (const int (&n)[9]) { u64 all = 0; for (int p = 9; p--;) all = all << 5 | u64(n[p]); return all; }(kPairs);
-    return i < S::kRing ? 1 : i < 2 * S::kRing ? 8 : u32(kPacked >> (i - 2 * S::kRing) / 2 * 5) & 31;
-  }
 };
 
 // As many pieces of the cache in flight as `kBytes` of shared memory hold; a piece comes with two barriers. Where wide rows leave no room for a
@@ -191,14 +183,11 @@ struct MlaBlock : WholeBlock {
   K3_DEVICE int next(const MlaAttend& a, int, int items) const {
     return items <= blocks() ? items : blocks() + __shfl_sync(kFullWarp, lane() == 0 ? atomicAdd(a.next, 1) : 0, 0);
   }
-  // Vectors lane(), lane() + 32, ... of the kUnits of queries `first`, first + `apart`, ..., a row's and head's each, below `end`; else zeros.
-  template <int kUnits, int kBatch, int kLoads>
-  K3_DEVICE void load(const MlaAttend& a, uint4 (&v)[kBatch][kLoads], int first, int apart, int end) const {
-    const uint4* from = (const uint4*)a.query + size_t(first) * kUnits + lane();
+  // Vector unit(j) of query query(j), a row's and head's, for every j with wants(j); else zeros. kUnits: vectors of a query.
+  template <int kUnits, int kCount, class Wants, class Query, class Unit>
+  K3_DEVICE void load(const MlaAttend& a, uint4 (&v)[kCount], Wants&& wants, Query&& query, Unit&& unit) const {
     K3_UNROLL
-    for (int h = 0; h < kBatch; ++h, first += apart, from += size_t(apart) * kUnits)
-      K3_UNROLL
-      for (int i = 0; i < kLoads; ++i) v[h][i] = first < end && lane() + i * kWarpSize < kUnits ? load_activations(from + i * kWarpSize) : uint4{0, 0, 0, 0};
+    for (int j = 0; j < kCount; ++j) v[j] = wants(j) ? load_activations((const uint4*)a.query + u32(query(j)) * kUnits + unit(j)) : uint4{0, 0, 0, 0};
   }
 };
 
@@ -261,25 +250,30 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
   constexpr int kLoads = (S::kDim / 8 + kWarpSize - 1) / kWarpSize;
   K3_ROLLED
   for (int start = warp; start < columns; start += warps * kBatch) {
-    uint4 all[kBatch][kLoads];
-    const int query = item.run * S::kHeads + item.first;
-    by.template load<S::kDim / 8>(a, all, query + start, warps, query + item.columns);
-    K3_ROLLED
-    for (int column = start; column < columns && column < start + kBatch * warps; column += warps) {
-      const int to = place + column;
-      u32 most = 0;
+    uint4 all[kBatch * kLoads];
+    auto unit_of = [&](int j) { return lane + j % kLoads * kWarpSize; };
+    by.template load<S::kDim / 8>(a, all, [&](int j) { return start + j / kLoads * warps < item.columns && unit_of(j) < S::kDim / 8; },
+                                  [&](int j) { return item.run * S::kHeads + item.first + start + j / kLoads * warps; }, unit_of);
+    K3_UNROLL
+    for (int h = 0; h < kBatch; ++h) {
+      const int column = start + h * warps, to = place + column;
+      if (column >= columns) break;
+      uint4* v = all + h * kLoads;
+      float largest = 0;
       K3_UNROLL
       for (int i = 0; i < kLoads; ++i) {
-        const u32 w[4] = {all[0][i].x, all[0][i].y, all[0][i].z, all[0][i].w};
+        const u32 w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
         K3_UNROLL
-        for (int j = 0; j < 4; ++j) most = max_bf16x2(most, w[j] & 0x7fff7fffu);
+        for (int j = 0; j < 4; ++j)
+          largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(w[j] << 16)), fabsf(__uint_as_float(w[j] & 0xffff0000u))));
       }
-      const float scale = C::query_scale(__uint_as_float(warp_max(u32(max(most & 0xffffu, most >> 16))) << 16));   // none is negative: in the order of their bits
-      K3_ROLLED
-      for (int unit = lane; unit < S::kDim / 8; unit += kWarpSize) {
-        const u32 w[4] = {all[0][0].x, all[0][0].y, all[0][0].z, all[0][0].w};
-        K3_UNROLL
-        for (int i = 0; i + 1 < kLoads; ++i) all[0][i] = all[0][i + 1];
+      const float scale = C::query_scale(warp_max(largest));
+      K3_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        int unit = lane + i * kWarpSize;
+        if (unit >= S::kDim / 8) continue;
+        settle(v[i]);   // unpacked again: the values of both passes together would fill registers
+        const u32 w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
         u32 pair[4];
         K3_UNROLL
         for (int j = 0; j < 4; ++j) pair[j] = C::pack(__uint_as_float(w[j] << 16) * scale, __uint_as_float(w[j] & 0xffff0000u) * scale);
@@ -289,10 +283,6 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
         m.scale[to] = a.score_scale * a.cache_scale * __uint_as_float(0x7f000000u - __float_as_uint(scale));   // divided by a power of two
         m.limit[to] = column < item.columns ? m.work.position[item.run + (item.first + column) / S::kHeads] : -1;
       }
-      K3_UNROLL
-      for (int h = 0; h + 1 < kBatch; ++h)
-        K3_UNROLL
-        for (int i = 0; i < kLoads; ++i) all[h][i] = all[h + 1][i];
     }
   }
   fence_copies();

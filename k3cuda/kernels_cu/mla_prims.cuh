@@ -52,20 +52,6 @@ K3_DEVICE float divide(float a, float b) {
   asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
-// The largest of a warp's values.
-K3_DEVICE u32 warp_max(u32 v) { return __reduce_max_sync(kFullWarp, v); }
-// 2^x, 0 where that is below the normal numbers.
-K3_DEVICE float exp2_normal(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-// The larger of two BF16 each; of a number and NaN the number.
-K3_DEVICE u32 max_bf16x2(u32 a, u32 b) {
-  u32 r;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 K3_DEVICE u32 pack_f16(float lo, float hi) {
   u32 r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));

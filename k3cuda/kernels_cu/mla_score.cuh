@@ -26,7 +26,12 @@ K3_DEVICE void mla_clear_hidden(MlaSmem<S>& m, const MlaCursor& c, int page, con
 template <class S, int kUse>
 K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int lane) {
   using C = typename S::Cache;
-  constexpr int kRun = 4;   // steps in the loop's code
+  // Where registers are short, four steps at a time: the addresses that mma.sync's columns have in all of them would fill them.
+#ifdef K3_WGMMA
+  constexpr int kRun = S::kKSteps;
+#else
+  constexpr int kRun = S::kTight ? 4 : S::kKSteps;
+#endif
   uint4 rows[kMlaUnderWay] = {}, raw, next;
   settle(query);
   settle(from);
@@ -40,9 +45,11 @@ K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int 
         raw = next;
         if (step + S::kPair < S::kKSteps) next = load_matrices(S::swizzle(from + (step / S::kPair + 1) * 32));
       }
-      products_wait<kMlaUnderWay - 1>();
-      settle(rows[i % kMlaUnderWay]);
-      settle(raw);                                       // unpacked no sooner than there is room
+      if (step >= kMlaUnderWay) {
+        products_wait<kMlaUnderWay - 1>();
+        settle(rows[i % kMlaUnderWay]);
+        settle(raw);                                     // unpacked no sooner than there is room
+      }
       rows[i % kMlaUnderWay] = C::rows(raw, i % S::kPair);
       const Columns<kUse> q = columns_by_k<kUse>(query, step / 4 * (S::kQueryBlock / 16) + i % 4 * 2, lane);
       products_begin();
@@ -95,35 +102,39 @@ K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCurso
     if (S::kSets > 1 && count) barrier_wait(&m.top_full[buffer ^ 1], (count - 1) / 2 & 1);
     barrier_wait(&m.weight_empty[buffer], count / 2 & 1 ^ 1);
     const bool first = page == m.item[k & 1].begin;
-    // Lanes 4 g + t look after tile g of the queries, for all of them.
-    const int tile = g < kUse ? g : 0, own = tile * 8 + 2 * t;
-    const float2 own_scale = *(const float2*)&m.scale[place + own];
-    float2 most = *(const float2*)&m.piece_top[count & 3][0][own], last = *(const float2*)&m.top[buffer ^ 1][own];
+    bool changed = false;
+    float2 shift[kUse];
     K3_UNROLL
-    for (int i = 1; i < 4; ++i) {
-      const float2 x = *(const float2*)&m.piece_top[count & 3][i][own];
-      most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y)};
+    for (int n = 0; n < kUse; ++n) {
+      const int column = n * 8 + 2 * t;
+      const float2 scale = *(const float2*)&m.scale[place + column];
+      float2 most = *(const float2*)&m.piece_top[count & 3][0][column], last = *(const float2*)&m.top[buffer ^ 1][column];
+      K3_UNROLL
+      for (int i = 1; i < 4; ++i) {
+        const float2 x = *(const float2*)&m.piece_top[count & 3][i][column];
+        most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y)};
+      }
+      if (first) last = {minus_infinity(), minus_infinity()};
+      // Rounding keeps order: the largest product is that of the largest score.
+      const float2 now{fmaxf(last.x, ceilf(most.x * scale.x)), fmaxf(last.y, ceilf(most.y * scale.y))};
+      const float2 factor{power_of_two(last.x - now.x), power_of_two(last.y - now.y)};
+      changed |= factor.x != 1.0f || factor.y != 1.0f;
+      shift[n] = {C::kShift - now.x, C::kShift - now.y};
+      if (piece == 0 && g == 0) {
+        *(float2*)&m.top[buffer][column] = now;
+        *(float2*)&m.factor[buffer][column] = factor;
+      }
     }
-    if (first) last = {minus_infinity(), minus_infinity()};
-    // Rounding keeps order: the largest product is that of the largest score.
-    const float2 now{fmaxf(last.x, ceilf(most.x * own_scale.x)), fmaxf(last.y, ceilf(most.y * own_scale.y))};
-    const float2 factor{power_of_two(last.x - now.x), power_of_two(last.y - now.y)};
-    if (piece == 0 && g == tile) {
-      *(float2*)&m.top[buffer][own] = now;
-      *(float2*)&m.factor[buffer][own] = factor;
-    }
-    const bool changed = __any_sync(kFullWarp, (factor.x != 1.0f || factor.y != 1.0f) && !first);
+    changed = __any_sync(kFullWarp, changed && !first);
     if (piece == 0 && lane == 0) m.rescale[buffer] = changed;
     __syncwarp();
     if (S::kSets > 1 && lane == 0) barrier_arrive(&m.top_full[buffer]);   // of all four: all have read the other set's m
     K3_UNROLL
     for (int n = 0; n < kUse; ++n) {
       const float2 scale = *(const float2*)&m.scale[place + n * 8 + 2 * t];
-      float2 shift{C::kShift - now.x, C::kShift - now.y};
-      if (kUse > 1) shift = {__shfl_sync(kFullWarp, shift.x, n * 4 + t), __shfl_sync(kFullWarp, shift.y, n * 4 + t)};
       // Lane 4 g + t of 8 positions x 8 queries: position g, queries 2t and 2t + 1.
-      m.weight[buffer][2 * piece][n][lane] = C::pack(C::weight(fmaf(s[n][0], scale.x, shift.x)), C::weight(fmaf(s[n][1], scale.y, shift.y)));
-      m.weight[buffer][2 * piece + 1][n][lane] = C::pack(C::weight(fmaf(s[n][2], scale.x, shift.x)), C::weight(fmaf(s[n][3], scale.y, shift.y)));
+      m.weight[buffer][2 * piece][n][lane] = C::pack(exp2f(fmaf(s[n][0], scale.x, shift[n].x)), exp2f(fmaf(s[n][1], scale.y, shift[n].y)));
+      m.weight[buffer][2 * piece + 1][n][lane] = C::pack(exp2f(fmaf(s[n][2], scale.x, shift[n].x)), exp2f(fmaf(s[n][3], scale.y, shift[n].y)));
     }
     if (edge) mla_clear_hidden<S>(m, c, page, m.item[k & 1], piece * kWarpSize + lane);
     fence_copies();

@@ -99,15 +99,6 @@ inline u32 half_bits(float v) {
   return sign | (m < 1024 ? m : u32(e + 14) * 1024 + m - 1024);
 }
 inline float divide(float a, float b) { return a / b; }
-inline u32 warp_max(u32 v) {
-  for (int d = 1; d < kWarpSize; d *= 2) v = max(int(v), int(__shfl_xor_sync(kFullWarp, v, d)));
-  return v;
-}
-inline float exp2_normal(float x) { return x < -126 ? 0 : exp2f(x); }
-inline u32 max_bf16x2(u32 a, u32 b) {
-  const float lo = fmaxf(__uint_as_float(a << 16), __uint_as_float(b << 16)), hi = fmaxf(__uint_as_float(a & 0xffff0000u), __uint_as_float(b & 0xffff0000u));
-  return __float_as_uint(lo) >> 16 | (__float_as_uint(hi) & 0xffff0000u);
-}
 inline u32 pack_f16(float lo, float hi) { return half_bits(lo) | half_bits(hi) << 16; }
 inline u32 pack_bf16(float lo, float hi) { return float_to_bf16(lo).bits | u32(float_to_bf16(hi).bits) << 16; }
 inline u32 e4m3_half(u32 b) {

@@ -7,59 +7,58 @@
 template <class S, int kUse>
 K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces, int lane) {
   using C = typename S::Cache;
-  constexpr int kOwn = S::kOwnRowTiles, kUnderWay = kOwn < kMlaUnderWay ? kOwn : kMlaUnderWay;
+  constexpr int kOwn = S::kOwnRowTiles, kAll = 4 * kOwn, kUnderWay = kMlaUnderWay;
   MlaCursor p = c;
+  Columns<kUse> w;
   uint4 rows[kUnderWay], raw;
-  K3_ROLLED
-  for (int piece = 0; piece < kMlaPage / 16; ++piece) {
-    const Columns<kUse> w = columns_by_column<kUse>(weights + piece * 2 * S::kTiles * 128, S::kTiles * 128, lane);
-    const u32 from = shared_address(m.ring[piece < pieces ? p.at : c.at]);
-    K3_UNROLL
-    for (int i = 0; i < kOwn; ++i) {
-      if (i % S::kPair == 0) raw = load_matrices_transposed(from + at[i / S::kPair]);
-      if (i >= kUnderWay) {
-        products_wait<kUnderWay - 1>();
-        settle(rows[i % kUnderWay]);
-        settle(raw);                                     // unpacked no sooner than there is room
-      }
-      rows[i % kUnderWay] = C::columns(raw, i % S::kPair);
-      products_begin();
-      product<C::kF16, true>(o[i], rows[i % kUnderWay], w, true);
-      products_end();
+  K3_UNROLL
+  for (int l = 0; l < kAll; ++l) {
+    const int piece = l / kOwn, i = l % kOwn;
+    if (i == 0) {
+      w = columns_by_column<kUse>(weights + piece * 2 * S::kTiles * 128, S::kTiles * 128, lane);
+      if (piece) p.step<S::kRing>(1);
+      if (piece >= pieces) p.at = c.at;
     }
-    products_wait<0>();   // ptxas keeps no products of several accumulators under way around a loop
-    K3_UNROLL
-    for (int l = 0; l < kUnderWay; ++l) settle(rows[l]);
-    K3_UNROLL
-    for (int i = 0; i < kOwn; ++i)
-      K3_UNROLL
-      for (int n = 0; n < kUse; ++n)
-        K3_UNROLL
-        for (int j = 0; j < 4; ++j) settle(o[i][n][j]);
-    p.step<S::kRing>(1);
+    if (i % S::kPair == 0) raw = load_matrices_transposed(shared_address(m.ring[p.at]) + at[i / S::kPair]);
+    if (l >= kUnderWay) {
+      products_wait<kUnderWay - 1>();
+      settle(rows[l % kUnderWay]);
+      settle(raw);                                     // unpacked no sooner than there is room
+    }
+    rows[l % kUnderWay] = C::columns(raw, i % S::kPair);
+    products_begin();
+    product<C::kF16, true>(o[i], rows[l % kUnderWay], w, true);
+    products_end();
   }
+  products_wait<0>();
+  K3_UNROLL
+  for (int l = 0; l < kUnderWay; ++l) settle(rows[l]);
+  K3_UNROLL
+  for (int i = 0; i < S::kOwnRowTiles; ++i)
+    K3_UNROLL
+    for (int n = 0; n < kUse; ++n)
+      K3_UNROLL
+      for (int j = 0; j < 4; ++j) settle(o[i][n][j]);
 }
 
 // A final result is divided and rounded as mla_combine does it, which has nothing to add here.
 template <class S, int kUse>
-K3_DEVICE void mla_finish(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int k, int own, float (&o)[S::kOwnRowTiles][kUse][4], int lane) {
+K3_DEVICE void mla_finish(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, int k, int own, const float (&o)[S::kOwnRowTiles][kUse][4], int lane) {
   using C = typename S::Cache;
   const int g = lane / 4, t = lane % 4;
   barrier_wait(&m.sum_full[k & 3], k / 4 & 1);
   bf16* to = a.out + (size_t(item.run) * S::kHeads + item.first) * S::kLatent;
-  const float2* sums = &m.result[k & 3][(g < kUse ? g : 0) * 8 + 2 * t];   // of tile g of the queries, which this lane divides by for all
-  const float weights[2] = {divide(a.cache_scale, sums[0].y), divide(a.cache_scale, sums[1].y)};
-  K3_ROLLED
-  for (int n = 0; n < kUse; ++n) {
+  K3_UNROLL
+  for (int n = 0; n < kUse; ++n)
     K3_UNROLL
     for (int j = 0; j < 2; ++j) {
       const int column = n * 8 + 2 * t + j;
-      const float w = __shfl_sync(kFullWarp, weights[j], n * 4 + t);
       if (column >= item.columns) continue;
+      const float w = divide(a.cache_scale, m.result[k & 3][column].y);
       K3_UNROLL
       for (int i = 0; i < S::kOwnRowTiles; ++i) {
         if (S::kLatent % 512 && own + i >= S::kLatent / 16) break;
-        const float x = (o[i][0][j] + 0.0f) * w, y = (o[i][0][2 + j] + 0.0f) * w;
+        const float x = (o[i][n][j] + 0.0f) * w, y = (o[i][n][2 + j] + 0.0f) * w;
         bf16* row = to + size_t(column) * S::kLatent;
         if constexpr (C::kBytes == 1) {
           *(u32*)(row + C::dim(own + i, g)) = pack_bf16(x, y);
@@ -69,13 +68,6 @@ K3_DEVICE void mla_finish(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item
         }
       }
     }
-    K3_UNROLL
-    for (int i = 0; i < S::kOwnRowTiles; ++i)
-      K3_UNROLL
-      for (int next = 1; next < kUse; ++next)
-        K3_UNROLL
-        for (int j = 0; j < 4; ++j) o[i][next - 1][j] = o[i][next][j];
-  }
 }
 
 template <class S, int kUse>

@@ -68,59 +68,69 @@ struct MlaWidths { int width[3]; };
 template <int kHeads>
 K3_DEVICE void mla_plan(const MlaRows& a, MlaWork& w, const MlaWidths& widths, int blocks, int lane = lane_id()) {
   constexpr int kSums = kMlaClasses + 1;
+  int slot[2], position[2], length[2], chunks[2], items[2] = {}, own[2][kSums], sum[2][kSums];
   u64 edges = 0;
-  K3_ROLLED
-  for (int i = lane; i < kMlaMaxRows; i += kWarpSize) {
-    const int slot = i < a.rows ? a.row_slot[i] : -1;
-    w.slot[i] = slot;
-    w.position[i] = i < a.rows ? a.row_position[i] : 0;
-    __syncwarp();
-    edges = edges >> kWarpSize | u64(__ballot_sync(kFullWarp, i == 0 || w.slot[i - 1] != slot)) << kWarpSize;
+  K3_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    int i = lane + h * kWarpSize;
+    slot[h] = i < a.rows ? a.row_slot[i] : -1;
+    position[h] = i < a.rows ? a.row_position[i] : 0;
   }
-  int items[2] = {};
-  K3_ROLLED
-  for (int i = lane; i < kMlaMaxRows; i += kWarpSize) {
+  K3_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    w.slot[lane + h * kWarpSize] = slot[h];
+    w.position[lane + h * kWarpSize] = position[h];
+  }
+  __syncwarp();
+  K3_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    int i = lane + h * kWarpSize;
+    edges |= u64(__ballot_sync(kFullWarp, i == 0 || w.slot[i - 1] != slot[h])) << (h * kWarpSize);
+  }
+  K3_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    int i = lane + h * kWarpSize;
     const u64 after = edges >> i >> 1;
-    const int length = w.slot[i] >= 0 && (edges >> i & 1) ? (after ? __ffsll(after) : kMlaMaxRows - i) : 0;
-    const int chunks = length ? mla_chunks(w.position[i + length - 1] + 1) : 0;
-    w.length[i] = length;
-    w.chunks[i] = chunks;
+    length[h] = slot[h] >= 0 && (edges >> i & 1) ? (after ? __ffsll(after) : kMlaMaxRows - i) : 0;
+    chunks[h] = length[h] ? mla_chunks(w.position[i + length[h] - 1] + 1) : 0;
+    w.length[i] = length[h];
+    w.chunks[i] = chunks[h];
     w.run[i] = 63 - __clzll(edges & (~0ull >> (63 - i)));
     K3_UNROLL
-    for (int n = 0; n < 2; ++n) items[n] += chunks * (u32(length * kHeads + widths.width[n] - 1) / u32(widths.width[n]));
+    for (int n = 0; n < 2; ++n) items[n] += chunks[h] * ((length[h] * kHeads + widths.width[n] - 1) / widths.width[n]);
   }
-  K3_ROLLED
+  K3_UNROLL
   for (int d = 1; d < kWarpSize; d *= 2)
     K3_UNROLL
     for (int n = 0; n < 2; ++n) items[n] += __shfl_xor_sync(kFullWarp, items[n], d);
   const int width = items[0] <= blocks ? widths.width[0] : items[1] <= blocks ? widths.width[1] : widths.width[2];
   if (lane == 0) w.width = width;
-  int before[kSums] = {};
-  K3_ROLLED
-  for (int i = lane; i < kMlaMaxRows; i += kWarpSize) {
-    const int length = w.length[i], chunks = w.chunks[i], groups = u32(length * kHeads + width - 1) / u32(width);
-    const int longs = max(chunks - kMlaShorts - kMlaMiddles, 0), shorts = min(chunks, kMlaShorts);
-    const int own[kSums] = {longs * groups, (chunks - longs - shorts) * groups, shorts * groups, chunks * length * kHeads};
-    int sum[kSums];
+  K3_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const int groups = (length[h] * kHeads + width - 1) / width;
+    const int longs = max(chunks[h] - kMlaShorts - kMlaMiddles, 0), shorts = min(chunks[h], kMlaShorts);
+    own[h][0] = longs * groups;
+    own[h][1] = (chunks[h] - longs - shorts) * groups;
+    own[h][2] = shorts * groups;
+    own[h][3] = chunks[h] * length[h] * kHeads;
     K3_UNROLL
-    for (int c = 0; c < kSums; ++c) sum[c] = own[c];
-    // All sums side by side: what a step waits for is one shuffle.
-    K3_ROLLED
-    for (int d = 1; d < kWarpSize; d *= 2)
-      K3_UNROLL
-      for (int c = 0; c < kSums; ++c) {
-        const int low = __shfl_up_sync(kFullWarp, sum[c], d);
-        if (lane >= d) sum[c] += low;
-      }
+    for (int c = 0; c < kSums; ++c) sum[h][c] = own[h][c];
+  }
+  // All sums side by side: what a step waits for is one shuffle.
+  K3_UNROLL
+  for (int d = 1; d < kWarpSize; d *= 2)
     K3_UNROLL
     for (int c = 0; c < kSums; ++c) {
-      w.before[c][i] = before[c] + sum[c] - own[c];
-      before[c] += __shfl_sync(kFullWarp, sum[c], kWarpSize - 1);
+      int low = __shfl_up_sync(kFullWarp, sum[0][c], d), high = __shfl_up_sync(kFullWarp, sum[1][c], d);
+      if (lane >= d) sum[0][c] += low, sum[1][c] += high;
     }
+  K3_UNROLL
+  for (int c = 0; c < kSums; ++c) {
+    const int first = __shfl_sync(kFullWarp, sum[0][c], kWarpSize - 1), second = __shfl_sync(kFullWarp, sum[1][c], kWarpSize - 1);
+    w.before[c][lane] = sum[0][c] - own[0][c];
+    w.before[c][lane + kWarpSize] = sum[1][c] - own[1][c] + first;
+    if (lane == 0) w.total[c] = first + second;
   }
-  if (lane == 0)
-    K3_UNROLL
-    for (int c = 0; c < kSums; ++c) w.total[c] = before[c];
 }
 
 K3_DEVICE int mla_items(const MlaWork& w) { return w.total[0] + w.total[1] + w.total[2]; }
@@ -129,20 +139,18 @@ K3_DEVICE int mla_items(const MlaWork& w) { return w.total[0] + w.total[1] + w.t
 template <int kHeads>
 K3_DEVICE MlaItem mla_item(const MlaWork& w, int index) {
   int c = 0;
-  K3_ROLLED
   while (c < kMlaClasses - 1 && index >= w.total[c]) index -= w.total[c++];
   int run = 0;
-  K3_ROLLED
   for (int step = kMlaMaxRows / 2; step; step /= 2)
     if (w.before[c][run + step] <= index) run += step;
   index -= w.before[c][run];
-  const u32 columns = w.length[run] * kHeads, groups = (columns + w.width - 1) / u32(w.width), turn = u32(index) / groups;
-  const int group = index - turn * groups, chunk = turn + (c == 0 ? kMlaShorts + kMlaMiddles : c == 1 ? kMlaShorts : 0);
+  const int columns = w.length[run] * kHeads, groups = (columns + w.width - 1) / w.width;
+  const int group = index % groups, chunk = index / groups + (c == 0 ? kMlaShorts + kMlaMiddles : c == 1 ? kMlaShorts : 0);
   MlaItem m;
   m.run = run;
   m.slot = w.slot[run];
   m.first = group * w.width;
-  m.columns = min(w.width, int(columns) - m.first);
+  m.columns = min(w.width, columns - m.first);
   m.low = w.position[run + m.first / kHeads];
   m.begin = mla_chunk_begin(chunk);
   m.end = min(mla_chunk_begin(chunk + 1), w.position[run + (m.first + m.columns - 1) / kHeads] + 1);

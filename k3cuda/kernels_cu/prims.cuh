@@ -37,16 +37,6 @@ K3_DEVICE int not_before_here(int v) {
   return v;
 }
 
-// An address in global memory is made here and kept: the compiler would make it again and again where it is used, behind what a kernel waits for.
-template <class T>
-K3_DEVICE void settle_here(T*& p) {
-#ifndef K3_HOST_SHIM
-  u64 at = __cvta_generic_to_global(p);
-  asm volatile("" : "+l"(at));
-  p = (T*)__cvta_global_to_generic(at);
-#endif
-}
-
 // Nanoseconds of a clock that all multiprocessors share.
 K3_DEVICE u64 device_ns() {
 #ifdef K3_HOST_SHIM

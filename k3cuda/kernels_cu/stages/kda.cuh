@@ -41,7 +41,7 @@ K3_DEVICE KdaMix kda_middle(const Step& s, const OpArgs& op) {
 }
 constexpr bool kKdaByRows = kRows > 8;
 constexpr int kHeadSplit = kKdaByRows ? 1 : 2;
-typedef KdaShape<kKdaHeadDim, kConvWidth, kHeadSplit, kKdaByRows ? 4 : 2, 256, min_of(kRows, 8)> KdaLayout;
+typedef KdaShape<kKdaHeadDim, kConvWidth, kHeadSplit, kKdaByRows ? 4 : 2, 256> KdaLayout;
 // A commit of many sequences is bound by its bytes, out and in: the more state in flight the better.
 typedef KdaShape<kKdaHeadDim, kConvWidth, kRows <= 8 ? 2 : 1, kRows <= 8 ? 2 : 4> KdaCommitLayout;
 
@@ -59,7 +59,7 @@ struct kda_mix : StageDefaults {
     if constexpr (kKdaByRows)
       kda_rows<KdaLayout>(kda_middle(s, op), *(KdaRowsSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, cluster / kOwnKdaNumHeads, kLanes, ready);
     else
-      ::kda_mix<KdaLayout, kRows>(kda_middle(s, op), *(KdaMixSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, blockIdx.x % KdaLayout::kSplit, cluster / kOwnKdaNumHeads, ready);
+      ::kda_mix<KdaLayout>(kda_middle(s, op), *(KdaMixSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, blockIdx.x % KdaLayout::kSplit, cluster / kOwnKdaNumHeads, ready);
   }
 };
 

@@ -11,7 +11,8 @@
 //   kTokens           items of an entry, at most: whole tiles of tokens
 template <int kLeaves_, int kGroups_, int kMaxItems_, int kTopK_, int kRun_ = 8, int kTokens_ = kEntryTokens>
 struct ExpertItemsShape {
-  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kTopK = kTopK_, kRun = kRun_, kColumns = kRun * kTileRows, kTokens = kTokens_, kTokenTiles = kTokens / kTokenTile;
+  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kTopK = kTopK_, kRun = kRun_, kColumns = kRun * kTileRows;
+  static constexpr int kTokens = kTokens_, kTokenTiles = kTokens / kTokenTile;
   static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 16 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
   static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair;
   // Fewer where leaves are long, or registers hold the tokens of several tiles.

@@ -2,6 +2,7 @@
 // all from shared memory. Rows, columns, k and its order are those of mma.sync, and so are the bytes.
 #pragma once
 #include "wide_ring.cuh"
+#ifdef K3_WGMMA
 
 // Tokens as columns in cores: [k-step][8 k of it][token tile].
 template <class S>
@@ -37,7 +38,7 @@ K3_DEVICE void wide_columns(const bf16* x, int stride, u8* shared) {
 
 // One leaf of this warp's tile against every token of the block; where it has none, nothing of use.
 template <class S, class Ring>
-K3_DEVICE void wide_leaf(float (&c)[S::kNT][4], Ring& ring, const u8* x, bool has_tile) {
+K3_DEVICE void columns_leaf(float (&c)[S::kNT][4], Ring& ring, const u8* x, bool has_tile) {
   constexpr int kStep = S::kNT * 256;   // bytes of a k-step of all tokens
   const u32 columns = shared_address(x);
   K3_UNROLL
@@ -62,15 +63,16 @@ K3_DEVICE void wide_leaf(float (&c)[S::kNT][4], Ring& ring, const u8* x, bool ha
   for (int i = 0; i < S::kNT * 4; ++i) settle((&c[0][0])[i]);
 }
 
-// As in wide_tokens.cuh.
+// As token_tiles.
 template <class S, class Put>
-K3_DEVICE void wide_tiles(WideRing<S>& ring, const bf16* x, int stride, u8* smem, int first, int next, Put&& put) {
+K3_DEVICE void column_tiles(WideRing<S>& ring, const bf16* x, int stride, u8* smem, int first, int next, Put&& put) {
   wide_columns<S>(x, stride, smem);
 #pragma unroll 1
   for (int unit = first; unit < S::kTotal; unit += next) {   // the four warps make equal turns
     const int tile = unit + warp_id() % S::kUnit;
     float c[S::kNT][4];
-    wide_leaf<S>(c, ring, smem, tile < S::kTotal);
+    columns_leaf<S>(c, ring, smem, tile < S::kTotal);
     if (tile < S::kTotal) put(c, tile);
   }
 }
+#endif

@@ -4,12 +4,8 @@
 // A byte of the result depends on none of it: a leaf is one chain of MMAs from zero, leaves meet as neighbours.
 #pragma once
 #include "exchange.cuh"
-#include "wide_ring.cuh"
-#ifdef K3_WGMMA
 #include "wide_columns.cuh"
-#else
 #include "wide_tokens.cuh"
-#endif
 
 // The leaf sums of one row tile, or with one leaf the results: `partial` and `epilogue` of wide_product.
 template <class S, class Epilogue>
@@ -40,7 +36,12 @@ K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* pa
   grid_launch_next();
   grid_wait();
   x += size_t(group) * S::kNT * kTokenTile * stride + leaf * S::kSteps * 16;
-  wide_tiles<S>(ring, x, stride, smem, first, next, [&](const float (&c)[S::kNT][4], int tile) { wide_put<S>(c, tile, group, leaf, partial, epilogue); });
+  auto put = [&](const float (&c)[S::kNT][4], int tile) { wide_put<S>(c, tile, group, leaf, partial, epilogue); };
+#ifdef K3_WGMMA
+  column_tiles<S>(ring, x, stride, smem, first, next, put);
+#else
+  token_tiles<S>(ring, x, stride, smem, first, next, put);
+#endif
 }
 
 // Leaves first .. first + kCount of one fragment, neighbours first.

@@ -58,7 +58,7 @@ K3_DEVICE void wide_leaf(float (&c)[S::kMT][S::kNT][4], Ring& ring, const uint4*
 
 // Units of tiles from `first` on, `next` apart, against every token of the block. x: at the leaf, the block's first token. put(leaf sums, tile).
 template <class S, class Put>
-K3_DEVICE void wide_tiles(WideRing<S>& ring, const bf16* x, int stride, u8* smem, int first, int next, Put&& put) {
+K3_DEVICE void token_tiles(WideRing<S>& ring, const bf16* x, int stride, u8* smem, int first, int next, Put&& put) {
   wide_tokens<S>(x, stride, (uint4*)smem);
 #pragma unroll 1
   for (int tile = first; tile < S::kTotal; tile += next) {

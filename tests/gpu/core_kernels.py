@@ -89,11 +89,10 @@ def kda_commit(split, cols, threads=0, min_blocks=1):
 
 
 def norm_row(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
-    """`threads` 0: the kernel of wide steps, of whose blocks a third take three rows each."""
+    """`threads` 0: the kernel of wide steps, a block a row."""
     if not threads:
-        body = ("K3_DYN_SMEM(unsigned char, raw);\n  const int blocks = (gridDim.x + 2) / 3;\n  if (blockIdx.x >= blocks) return;\n"
-                f"  wide_mix_rows<S>(a, *(WideMixSmem<S>*)raw, gridDim.x, blocks, {READY});")
-        return _kernel(f"wide_norm_{n}_{parts}_{blocks}", f"WideMixShape<{n}, {leaves}, {parts}, {blocks}>", body, leaves * 32, 1, "NormRow a")
+        return _kernel(f"wide_norm_{n}_{parts}_{blocks}", f"WideNormShape<{n}, {leaves}, {parts}, {blocks}>",
+                       f"__shared__ WideNormSmem<S> m;\n  wide_norm_row<S>(a, m, blockIdx.x, {READY});", leaves * 32, 1, "NormRow a")
     body = ("K3_DYN_SMEM(unsigned char, raw);\n  norm_row<S>(a, *(NormSmem<S>*)raw, blockIdx.x / S::kCluster, blockIdx.x % S::kCluster, "
             f"{READY});")
     return _kernel(f"norm_{n}_{parts}_{blocks}_{cluster}_{threads}_{min_blocks}", f"NormShape<{n}, {leaves}, {parts}, {blocks}, {cluster}, {threads}>", body,
@@ -103,8 +102,7 @@ def norm_row(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
 def norm_shared(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
     """Bytes of NormSmem that are not static."""
     if not threads:
-        slots = min(2 * blocks, (226 * 1024 - leaves * 80) // (n * 4 + leaves * 8))
-        return slots * (n * 4 + leaves * 8) + leaves * 80
+        return 0
     own = n // cluster
     return 4 * (max(blocks, 2) * own + (own if blocks else 1) + leaves * 20) + 24
 

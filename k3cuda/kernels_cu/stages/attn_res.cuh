@@ -5,50 +5,54 @@
 
 namespace stage {
 
-// `count` rows. A cluster of blocks a row, or where there are many one block for several.
-template <int kParts, int kSize, int kLeaves, int kBlocks_, int kCount = kRows, bool kIsWide = (kRows > kDecodeRows)>
+// A cluster of blocks a row, or a block a row where there are many.
+template <int kParts, int kSize, int kLeaves, int kBlocks, bool kIsWide = (kRows > kDecodeRows)>
 struct MixStage : StageDefaults {
   static constexpr int kSpread = min_of(kLeaves, 8);   // blocks a row
   static constexpr bool kMany = kRows > 16;             // more blocks than SMs: registers for several side by side
-  typedef NormShape<kSize, kLeaves, kParts, kBlocks_, kSpread, kMany ? 256 : 14 * kWarpSize> Shape;
-  static constexpr int kBlocks = kCount * kSpread, kResident = kMany ? 4 : 1, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
-  static __device__ void mix(const NormRow& a) {
+  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, kMany ? 256 : 14 * kWarpSize> Shape;
+  static constexpr int kResident = kMany ? 4 : 1, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
+  static __device__ void row(const NormRow& a) {
     K3_DYN_SMEM(u8, smem);
     grid_launch_next();
     norm_row<Shape>(a, *(NormSmem<Shape>*)smem, blockIdx.x / kSpread, blockIdx.x % kSpread, [] { grid_wait(); });
   }
 };
-template <int kParts, int kSize, int kLeaves, int kBlocks_, int kCount>
-struct MixStage<kParts, kSize, kLeaves, kBlocks_, kCount, true> : StageDefaults {
-  typedef WideMixShape<kSize, kLeaves, kParts, kBlocks_> Shape;
-  static constexpr int kBlocks = max_of(min_of(kCount, kSms), ceil_div(kCount, kWarpSize)), kThreads = Shape::kThreads, kSmem = sizeof(WideMixSmem<Shape>);
-  static __device__ void mix(const NormRow& a) {
-    K3_DYN_SMEM(u8, smem);
+template <int kParts, int kSize, int kLeaves, int kBlocks>
+struct MixStage<kParts, kSize, kLeaves, kBlocks, true> : StageDefaults {
+  static constexpr int kSpread = 1;
+  typedef WideNormShape<kSize, kLeaves, kParts, kBlocks> Shape;
+  static constexpr int kThreads = Shape::kThreads, kResident = Shape::kResident;
+  static __device__ void row(const NormRow& a) {
+    __shared__ WideNormSmem<Shape> smem;
     grid_launch_next();
-    wide_mix_rows<Shape>(a, *(WideMixSmem<Shape>*)smem, kCount, kBlocks, [] { grid_wait(); });
+    wide_norm_row<Shape>(a, smem, blockIdx.x, [] { grid_wait(); });
   }
 };
 
 constexpr int kMixBlocks = kNumResBlocks;
 
 struct attn_mix : MixStage<1, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
+  static constexpr int kBlocks = kRows * kSpread;
   static __device__ void run(const Step& s, const OpArgs& op) {
     float* snapshot = op.opens_block ? res_blocks(s) + size_t(op.num_blocks) * kMaxRows * kHiddenSize : nullptr;
-    mix({row_slot(s), nullptr, kMaxRows, kDecodeRows, ffn_out(s), hidden(s), hidden(s), snapshot, res_blocks(s), op.num_blocks, w_attn_score(op),
+    row({row_slot(s), nullptr, kMaxRows, kDecodeRows, ffn_out(s), hidden(s), hidden(s), snapshot, res_blocks(s), op.num_blocks, w_attn_score(op),
          w_input_layernorm(op), attn_in(s), kRmsNormEps});
   }
 };
 
 struct ffn_mix : MixStage<kParts, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
+  static constexpr int kBlocks = kRows * kSpread;
   static __device__ void run(const Step& s, const OpArgs& op) {
-    mix({row_slot(s), nullptr, kMaxRows, kDecodeRows, attn_parts(s), hidden(s), hidden(s), nullptr, res_blocks(s), op.num_blocks, w_ffn_score(op),
+    row({row_slot(s), nullptr, kMaxRows, kDecodeRows, attn_parts(s), hidden(s), hidden(s), nullptr, res_blocks(s), op.num_blocks, w_ffn_score(op),
          w_post_attention_layernorm(op), ffn_in(s), kRmsNormEps});
   }
 };
 
-struct output_mix : MixStage<1, kHiddenSize, kHiddenNormLeaves, kMixBlocks, kHeadRows> {
+struct output_mix : MixStage<1, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
+  static constexpr int kBlocks = kHeadRows * kSpread;
   static __device__ void run(const Step& s, const OpArgs& op) {
-    mix({nullptr, logit_rows(s), kMaxRows, kDecodeRows, ffn_out(s), hidden(s), nullptr, nullptr, res_blocks(s), op.num_blocks, w_output_score(op),
+    row({nullptr, logit_rows(s), kMaxRows, kDecodeRows, ffn_out(s), hidden(s), nullptr, nullptr, res_blocks(s), op.num_blocks, w_output_score(op),
          w_final_norm(op), head_in(s), kRmsNormEps});
   }
 };

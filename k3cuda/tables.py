@@ -86,18 +86,9 @@ def _has(weight: str, plan: DraftPlan) -> bool:
 
 def _target_work(plan: Plan, dims: dict[str, int]) -> dict[str, tuple[str, int]]:
     items = MAX_ROWS * plan.cfg.num_experts_per_token
-    runs = _runs(plan.cfg.routed_expert_hidden_size)
     kda = 4 * MAX_ROWS * dims["kda_dim"] // plan.tp
     return {"expert_list": ("u8", 8 + 4 * (items + 1) + 2 * items), "mla_next": ("int", 4), "mla_own_last": ("int", 4 * MAX_ROWS * (plan.dcp > 1)),
-            "items_arrived": ("int", 4 * MAX_ROWS * runs),
             "kda_rows": ("float", 3 * kda), "kda_values": ("float", kda), "kda_o": ("float", kda), "product_work": ("u8", max(_leaf_sums(plan.cfg, plan.tp).values()))}
-
-
-ITEM_RUN = 128  # columns whose results of all items are added together (kColumns in expert_wide.cuh)
-
-
-def _runs(size: int) -> int:
-    return -(-size // ITEM_RUN)
 
 
 @functools.cache
@@ -105,7 +96,7 @@ def _leaf_sums(cfg: K3Config, tp: int) -> dict[str, int]:
     """Bytes of what a widest step keeps of a product before the last sum, F32: leaf sums (wide_core.cuh), results of items (expert_wide.cuh)."""
     dims, f32 = cfg.dims(), DTYPE_BYTES["f32"]
     leaves, _ = packing.leaves_and_steps("expert_w2", cfg, tp)
-    out = {"expert_w2": leaves * MAX_ROWS * cfg.num_experts_per_token * _runs(cfg.routed_expert_hidden_size) * ITEM_RUN * f32}
+    out = {"expert_w2": leaves * MAX_ROWS * cfg.num_experts_per_token * cfg.routed_expert_hidden_size * f32}
     for p in (p for group in PACKED.values() for p in group if p.how in (packing.TILES, packing.PAIRS)):
         rows = [dims[w.shape[0]] // (tp if w.cut and w.cut.axis == 0 else 1) for w in map(WEIGHT.get, p.sources)]
         out[p.name] = packing.leaves_and_steps(p.sources[-1], cfg, tp)[0] * sum(-(-n // 16) * 16 for n in rows) * MAX_ROWS * f32

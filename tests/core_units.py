@@ -54,16 +54,20 @@ EXPERT_SOURCE = (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef Ex
 
 
 def wide_expert_source(leaves: int) -> str:
-    """w2 as a step of many rows runs it, of `leaves` leaves, in runs of 64 columns."""
+    """w2 as a step of many rows runs it, of `leaves` leaves: items, then their sums."""
     return f"""#include "expert_wide.cuh"
-typedef ExpertItemsShape<{leaves}, {WIDTH // 32 // leaves}, {MAX_ITEMS}, {TOP_K}, 4> S;
-extern "C" __global__ void __launch_bounds__(S::kThreads) items(const u8* w, int tiles, const bf16* x, int stride, const ExpertList<{MAX_ITEMS}>* list, const int* ids,
-                                                                const float* weights, float* results, u32* arrived, int width, float* y) {{
+typedef ExpertItemsShape<{leaves}, {WIDTH // 32 // leaves}, {MAX_ITEMS}, 4> S;
+extern "C" __global__ void __launch_bounds__(S::kThreads) items(const u8* w, int tiles, const bf16* x, int stride, const ExpertList<{MAX_ITEMS}>* list, float* results, int width) {{
   K3_DYN_SMEM(u8, smem);
-  expert_items<S>(w, tiles, x, stride, list, {{ids, weights, results, arrived, width}}, smem,
-                  [&](int row, int column, float v) {{ y[size_t(row) * width + column] = v; }});
+  expert_items<S>(w, tiles, x, stride, list, results, width, smem);
 }}
-extern "C" __constant__ int items_launch[3] = {{S::kThreads, S::kSmem, S::kColumns}};
+extern "C" __global__ void __launch_bounds__({LATENT // 4}) sums(const float* results, const int* ids, const float* weights, int width, float* y) {{
+  __shared__ int order[{TOP_K}];
+  __shared__ float weight[{TOP_K}];
+  expert_sum<{leaves}, {MAX_ITEMS}, {TOP_K}>(results, ids, weights, blockIdx.x, threadIdx.x * 4, width, order, weight,
+                                            [&](int row, int column, float v) {{ y[size_t(row) * width + column] = v; }});
+}}
+extern "C" __constant__ int items_launch[2] = {{S::kThreads, S::kSmem}};
 """
 
 

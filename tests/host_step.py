@@ -97,9 +97,8 @@ class Memory:
     def poison(self) -> None:
         """NaN in all of the arena, but where kernels count from 0."""
         self.arena[:] = 0xFF
-        for name in ("mla_next", "items_arrived"):
-            if name in self.offsets:
-                self.arena[self.offsets[name]:][:self.tables.work[name][1]] = 0
+        if "mla_next" in self.offsets:
+            self.arena[self.offsets["mla_next"]:][:4] = 0
 
     def _shape(self, name):
         return buffer_shape(self.tables.buffers[name], self.dims)

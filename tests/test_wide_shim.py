@@ -53,7 +53,7 @@ def row_axis(name):
 def run(machine, stages, rows, given):
     """Puts the given rows of every buffer first, runs the latest operations of the stages; what those rows then hold in every output."""
     kernels, memory = machine
-    memory.poison()
+    memory.arena[:] = 0xFF   # NaN
     memory.buffer("row_slot")[:] = -1
     memory.buffer("row_slot")[:len(rows)] = SLOT[rows]
     for name, array in given.items():

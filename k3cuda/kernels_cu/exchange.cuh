@@ -10,30 +10,6 @@ struct __align__(8) f32x2 { float x, y; };
 K3_DEVICE f32x4 load4(const float* p) { return *(const f32x4*)p; }
 K3_DEVICE void store4(float* p, const f32x4& v) { *(f32x4*)p = v; }
 
-// What other blocks of this kernel wrote before they arrived at a counter: from the L2, since an L1 knows nothing of another's stores.
-K3_DEVICE f32x4 load4_of_kernel(const float* p) {
-#ifdef K3_HOST_SHIM
-  return load4(p);
-#else
-  f32x4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
-  return v;
-#endif
-}
-// Arrives at a counter in memory, behind a __syncwarp for what the warp has stored: whether as the last of `all`, who sees what all others stored. The
-// counter begins at 0, and the last one leaves it so.
-K3_DEVICE bool arrives_last(u32* counter, u32 all) {
-#ifdef K3_HOST_SHIM
-  const bool last = __atomic_add_fetch(counter, 1u, __ATOMIC_ACQ_REL) == all;
-  if (last) *counter = 0;
-  return last;
-#else
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(all - 1) : "memory");
-  return before == all - 1;
-#endif
-}
-
 // One instruction instead of a division that branches: off by at most 1 unit in the last place (rcp) and 2 (rsqrt). 1 / infinity is 0.
 K3_DEVICE float reciprocal(float x) {
 #ifdef K3_HOST_SHIM

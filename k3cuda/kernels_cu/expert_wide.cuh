@@ -1,18 +1,15 @@
-// w2 of the routed experts in steps of many rows. So many rows' sums fit no block, so every item's result goes to memory, weight-major, a run of columns
-// after the other. Who brings the last result of a row in a run adds them while they lie in the L2: in rising expert id inside a leaf, then the tree
-// over leaves, as expert_down_product does.
+// w2 of the routed experts in steps of many rows. So many rows' sums fit no block, so every item's result goes to memory, weight-major,
+// and a second kernel adds a row's own: in rising expert id inside a leaf, then the tree over leaves, as expert_down_product does.
 #pragma once
 #include "expert_core.cuh"
 
 //   kLeaves, kGroups  of this rank
-//   kTopK             items of a row
-//   kRun              tiles of a unit: a run of 16-row tiles, an entry, a leaf. A warp takes units in turn, each its own
+//   kRun              tiles of a unit: an entry, a leaf, a run of 16-row tiles. A warp takes units in turn, each its own
 //   kPair             tiles of one copy: neighbours lie side by side where there is one leaf
 //   kTokens           items of an entry, at most: whole tiles of tokens
-template <int kLeaves_, int kGroups_, int kMaxItems_, int kTopK_, int kRun_ = 8, int kTokens_ = kEntryTokens>
+template <int kLeaves_, int kGroups_, int kMaxItems_, int kRun_ = 8, int kTokens_ = kEntryTokens>
 struct ExpertItemsShape {
-  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kTopK = kTopK_, kRun = kRun_, kColumns = kRun * kTileRows;
-  static constexpr int kTokens = kTokens_, kTokenTiles = kTokens / kTokenTile;
+  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kMaxItems = kMaxItems_, kRun = kRun_, kTokens = kTokens_, kTokenTiles = kTokens / kTokenTile;
   static constexpr int kRing = 220 * 1024, kLeafBytes = mxfp4_leaf_bytes(kGroups), kPair = kLeaves == 1 && 2 * 16 * 2 * kLeafBytes <= kRing - 1024 ? 2 : 1;
   static constexpr int kChunk = kPair * kLeafBytes, kCopies = kRun / kPair;
   // Fewer where leaves are long, or registers hold the tokens of several tiles.
@@ -20,57 +17,11 @@ struct ExpertItemsShape {
   static constexpr int kSlots = min_of(8, kRing / (kWarps * (kChunk + 8)));
   static constexpr int kBarrierAt = kWarps * kSlots * kChunk, kSmem = kBarrierAt + kWarps * kSlots * 8;
   static_assert(kSlots >= 2 && kRun % kPair == 0, "one chunk comes while another is multiplied");
-  static_assert(kTopK <= kWarpSize && kColumns <= 4 * kWarpSize && kTokens < kWarpSize, "a lane for each");
 };
 
-struct ItemSums {
-  const int* ids;        // [row][place]
-  const float* weights;  // [row][place]
-  float* results;        // [run][leaf][item][columns of a run]
-  u32* arrived;          // [run][row]: results so far, 0 between kernels
-  int width;             // columns of all
-};
-
-// Adds a row's results in a run of columns; a warp, four columns a lane. epilogue(column, sum).
-template <class S, class Epilogue>
-K3_DEVICE void add_items(const ItemSums& a, int run, int row, Epilogue&& epilogue) {
-  const int lane = lane_id(), at = row * S::kTopK + min_of(lane, S::kTopK - 1), id = a.ids[at], column = run * S::kColumns + lane * 4;
-  const float weight = a.weights[at];
-  int rank = 0, place = 0;   // place: of the expert that has `lane` smaller ones
-  K3_UNROLL
-  for (int p = 0; p < S::kTopK; ++p) rank += __shfl_sync(kFullWarp, id, p) < id;
-  K3_UNROLL
-  for (int p = 0; p < S::kTopK; ++p)
-    if (__shfl_sync(kFullWarp, rank, p) == lane) place = p;
-  const float ordered = __shfl_sync(kFullWarp, weight, place);
-  const bool inside = lane * 4 < S::kColumns && column < a.width;
-  f32x4 leaf[S::kLeaves];
-  K3_UNROLL
-  for (int l = 0; l < S::kLeaves; ++l) {
-    const float* from = a.results + ((size_t(run) * S::kLeaves + l) * S::kMaxItems + row * S::kTopK) * S::kColumns + lane * 4;
-    f32x4 v[S::kTopK];
-    K3_UNROLL
-    for (int r = 0; r < S::kTopK; ++r) {
-      const int p = __shfl_sync(kFullWarp, place, r);
-      v[r] = inside ? load4_of_kernel(from + p * S::kColumns) : f32x4{0.f, 0.f, 0.f, 0.f};
-    }
-    f32x4 sum = {0.f, 0.f, 0.f, 0.f};
-    K3_UNROLL
-    for (int r = 0; r < S::kTopK; ++r) {
-      const float f = __shfl_sync(kFullWarp, ordered, r);
-      sum = {fmaf(f, v[r].x, sum.x), fmaf(f, v[r].y, sum.y), fmaf(f, v[r].z, sum.z), fmaf(f, v[r].w, sum.w)};
-    }
-    leaf[l] = sum;
-  }
-  if (!inside) return;
-  K3_UNROLL
-  for (int i = 0; i < 4; ++i) epilogue(column + i, tree_sum<S::kLeaves>(&leaf[0].x + i, 4));
-}
-
-// w: [expert][tile][leaf]. x: activations [item][stride]. Any number of blocks. epilogue(row, column, sum).
-template <class S, class Epilogue>
-K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, const ExpertList<S::kMaxItems>* list, const ItemSums& sums, u8* smem,
-                            Epilogue&& epilogue) {
+// w: [expert][tile][leaf]. x: activations [item][stride]. results: [leaf][item][width]. Any number of blocks.
+template <class S>
+K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, const ExpertList<S::kMaxItems>* list, float* results, int width, u8* smem) {
   u8* slots = smem + warp_id() * S::kSlots * S::kChunk;
   u64* full = (u64*)(smem + S::kBarrierAt) + warp_id() * S::kSlots;
   if (lane_id() == 0) {
@@ -80,29 +31,27 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
   __syncwarp();
   grid_wait();
   grid_launch_next();
-  const int each = list->entries * S::kLeaves, units = groups_of(tiles, S::kRun) * each;   // each: of a run
+  const int runs = groups_of(tiles, S::kRun), each = S::kLeaves * runs, units = list->entries * each;
   const int warps = int(gridDim.x) * S::kWarps, own = warp_id() * int(gridDim.x) + int(blockIdx.x);
   const int count = own < units ? (units - own + warps - 1) / warps : 0;     // units of this warp
-  // Lane i keeps what is known of the warp's units i, i + 32, ...: the list's entry, how many items it has, and run times leaves plus leaf.
+  // Lane i keeps what is known of the warp's units i, i + 32, ...: the list's entry and how many items it has.
   u32 known = 0;
-  int has = 0, part_of = 0;
+  int has = 0;
   auto learn = [&](int first) {
-    const int unit = own + (first + lane_id()) * warps, entry = unit % each / S::kLeaves;
+    int unit = own + (first + lane_id()) * warps;
     if (first + lane_id() < count) {
-      known = ((volatile const u32*)list->entry)[entry];
-      has = entry_first(((volatile const u32*)list->entry)[entry + 1]) - entry_first(known);
-      part_of = unit / each * S::kLeaves + unit % S::kLeaves;
+      known = ((volatile const u32*)list->entry)[unit / each];
+      has = entry_first(((volatile const u32*)list->entry)[unit / each + 1]) - entry_first(known);
     }
   };
   learn(0);
   u32 next_known = known;                                                     // of the copies' units, which run ahead
-  int next_part = part_of;
   int copied = 0, copy_unit = 0;
   auto issue = [&](int to) {                                                  // all lanes
     if (copied >= count * S::kCopies) return;
-    const int u = copied / S::kCopies, part = copied % S::kCopies, at = __shfl_sync(kFullWarp, next_part, u % kWarpSize);
+    const int u = copied / S::kCopies, part = copied % S::kCopies, unit = own + u * warps, at = unit % each;
     const u32 entry = __shfl_sync(kFullWarp, next_known, u % kWarpSize);
-    const int leaf = at % S::kLeaves, tile = at / S::kLeaves * S::kRun + part * S::kPair;
+    const int leaf = at / runs, tile = at % runs * S::kRun + part * S::kPair;
     if (lane_id() == 0) {
       const u8* from = w + (size_t(entry_expert(entry)) * tiles * S::kLeaves + leaf) * S::kLeafBytes;
       // A run that reaches past the end reads the last tile again; it is dropped.
@@ -116,11 +65,8 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
       }
     }
     if (++copied % S::kCopies == 0 && ++copy_unit % kWarpSize == 0 && copy_unit < count) {
-      const int next = own + (copy_unit + lane_id()) * warps;
-      if (copy_unit + lane_id() < count) {
-        next_known = ((volatile const u32*)list->entry)[next % each / S::kLeaves];
-        next_part = next / each * S::kLeaves + next % S::kLeaves;
-      }
+      int next = own + (copy_unit + lane_id()) * warps;
+      if (copy_unit + lane_id() < count) next_known = ((volatile const u32*)list->entry)[next / each];
     }
   };
   for (int s = 0; s < S::kSlots; ++s) issue(s);
@@ -134,7 +80,8 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
       to[t] = u < count && token < n ? int(((volatile const u16*)list->item)[entry_first(entry) + token]) : -1;
     }
   };
-  auto load_x = [&](uint4 (&to)[S::kTokenTiles][S::kGroups], const Items& item, int leaf) {
+  auto load_x = [&](uint4 (&to)[S::kTokenTiles][S::kGroups], const Items& item, int u) {
+    const int leaf = (own + u * warps) % each / runs;
     K3_UNROLL
     for (int t = 0; t < S::kTokenTiles; ++t) {
       const uint4* mine = (const uint4*)(x + size_t(item[t] < 0 ? 0 : item[t]) * stride + leaf * S::kGroups * 32) + lane_id() % 4;
@@ -146,18 +93,16 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
   Items item, next_item;
   items_of(item, 0);
   items_of(next_item, 1);
-  int at = __shfl_sync(kFullWarp, part_of, 0), next_at = __shfl_sync(kFullWarp, part_of, 1);   // run times leaves plus leaf
   u32 parity = 0;
   uint4 next[S::kTokenTiles][S::kGroups];
-  load_x(next, item, at % S::kLeaves);
+  load_x(next, item, 0);
 #pragma unroll 1
   for (int u = 0; u < count; ++u) {
     uint4 held[S::kTokenTiles][S::kGroups];
     K3_UNROLL
     for (int i = 0; i < S::kTokenTiles * S::kGroups; ++i) (&held[0][0])[i] = scale_tokens((&next[0][0])[i]);
-    load_x(next, next_item, next_at % S::kLeaves);
-    const int run = at / S::kLeaves, leaf = at % S::kLeaves;
-    float* results = sums.results + size_t(run * S::kLeaves + leaf) * S::kMaxItems * S::kColumns;
+    load_x(next, next_item, u + 1);
+    const int leaf = (own + u * warps) % each / runs, first = (own + u * warps) % runs * S::kRun;
     int token_tiles = 1;                                                      // with tokens
     K3_UNROLL
     for (int t = 1; t < S::kTokenTiles; ++t) token_tiles += __shfl_sync(kFullWarp, item[t], 0) >= 0;
@@ -166,18 +111,10 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
     for (int t = 0; t < S::kTokenTiles; ++t)
       K3_UNROLL
       for (int i = 0; i < 2; ++i) out[t][i] = __shfl_sync(kFullWarp, item[t], (lane_id() % 4 * 2 + i) * 4);
-    int mine = -1;                                                            // item of the token that this lane counts
-    K3_UNROLL
-    for (int t = 0; t < S::kTokenTiles; ++t) {
-      const int of = __shfl_sync(kFullWarp, item[t], lane_id() % kTokenTile * 4);
-      if (lane_id() / kTokenTile == t) mine = of;
-    }
     K3_UNROLL
     for (int t = 0; t < S::kTokenTiles; ++t) item[t] = next_item[t];
-    at = next_at;
     if ((u + 2) % kWarpSize == 0) learn(u + 2);
     items_of(next_item, u + 2);
-    next_at = __shfl_sync(kFullWarp, part_of, (u + 2) % kWarpSize);
 #pragma unroll 1
     for (int part = 0; part < S::kCopies; ++part) {
       barrier_wait(full + slot, parity);
@@ -186,13 +123,13 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
         float sum[S::kTokenTiles][4];
         if constexpr (S::kTokenTiles == 1) mxfp4_leaf<S::kGroups>(sum[0], weights, held[0]);
         else mxfp4_of_tiles<S::kGroups, 0>(sum, weights, held, token_tiles);
-        const int in_run = part * S::kPair + t, tile = run * S::kRun + in_run;
+        const int tile = first + part * S::kPair + t;
         K3_UNROLL
         for (int n = 0; n < S::kTokenTiles; ++n)
           K3_UNROLL
           for (int i = 0; i < 4; ++i) {
-            const int row = i / 2 * 8 + lane_id() / 4, to = out[n][i % 2];
-            if (to >= 0 && tile < tiles && tile * kTileRows + row < sums.width) results[size_t(to) * S::kColumns + in_run * kTileRows + row] = sum[n][i];
+            const int row = tile * kTileRows + i / 2 * 8 + lane_id() / 4, to = out[n][i % 2];
+            if (to >= 0 && tile < tiles && row < width) results[(size_t(leaf) * S::kMaxItems + to) * width + row] = sum[n][i];
           }
       };
       if constexpr (S::kTokenTiles == 1) {
@@ -206,15 +143,33 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
       issue(slot);
       if (++slot == S::kSlots) slot = 0, parity ^= 1;
     }
-    // Behind the issue's __syncwarp: all lanes have stored.
-    const bool last = mine >= 0 && arrives_last(sums.arrived + run * (S::kMaxItems / S::kTopK) + mine / S::kTopK, S::kTopK * S::kLeaves);
-    const u32 whole = __ballot_sync(kFullWarp, last);
-    __syncwarp();
-#pragma unroll 1
-    for (int token = 0; whole >> token; ++token) {
-      if (!(whole >> token & 1)) continue;
-      const int row = __shfl_sync(kFullWarp, mine, token) / S::kTopK;
-      add_items<S>(sums, run, row, [&](int column, float v) { epilogue(row, column, v); });
-    }
   }
+}
+
+// Four columns of one row a thread: block (row, run of columns). order and weight: kTopK places each, in shared memory.
+template <int kLeaves, int kMaxItems, int kTopK, class Epilogue>
+K3_DEVICE void expert_sum(const float* results, const int* ids, const float* weights, int row, int column, int width, int* order, float* weight,
+                          Epilogue&& epilogue) {
+  if (threadIdx.x < kTopK) {
+    const int id = ids[row * kTopK + threadIdx.x];
+    int rank = 0;
+    for (int p = 0; p < kTopK; ++p) rank += ids[row * kTopK + p] < id;
+    order[rank] = row * kTopK + threadIdx.x;
+    weight[rank] = weights[row * kTopK + threadIdx.x];
+  }
+  __syncthreads();
+  if (column >= width) return;
+  f32x4 leaf[kLeaves];
+  K3_UNROLL
+  for (int l = 0; l < kLeaves; ++l) {
+    f32x4 sum = {0.f, 0.f, 0.f, 0.f};
+    K3_UNROLL
+    for (int r = 0; r < kTopK; ++r) {
+      const f32x4 v = load4(results + (size_t(l) * kMaxItems + order[r]) * width + column);
+      sum = {fmaf(weight[r], v.x, sum.x), fmaf(weight[r], v.y, sum.y), fmaf(weight[r], v.z, sum.z), fmaf(weight[r], v.w, sum.w)};
+    }
+    leaf[l] = sum;
+  }
+  K3_UNROLL
+  for (int i = 0; i < 4; ++i) epilogue(row, column + i, tree_sum<kLeaves>(&leaf[0].x + i, 4));
 }

@@ -192,15 +192,30 @@ struct moe_down : StageDefaults {
   }
 };
 
-// The same in a wide step.
+// The same in a wide step, as two kernels.
 struct expert_items : StageDefaults {
-  typedef ExpertItemsShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, kNumExpertsPerToken, 8, kStepEntryTokens> Shape;
+  typedef ExpertItemsShape<kExpertW2Leaves, kExpertW2Steps, kMaxItems, 8, kStepEntryTokens> Shape;
   static constexpr int kBlocks = kSms, kThreads = Shape::kThreads, kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     ::expert_items<Shape>((const u8*)w_expert_w2(op), tiles_of(kRoutedExpertHiddenSize), expert_act(s), kOwnMoeIntermediateSize, step_experts(s),
-                          {expert_ids(s), expert_weights(s), (float*)product_work(s), (u32*)items_arrived(s), kRoutedExpertHiddenSize}, smem,
-                          [&](int row, int column, float v) { put_routed_partial(s, row, column, v); });
+                          (float*)product_work(s), kRoutedExpertHiddenSize, smem);
+  }
+};
+
+struct expert_sum : StageDefaults {
+  // A thread has four columns; a row's blocks are alike, and of up to 256 threads.
+  static constexpr int kColumns = ceil_div(kRoutedExpertHiddenSize, 4), kBlocks = kRows, kBlocksY = ceil_div(kColumns, 256),
+                       kThreads = ceil_div(ceil_div(kColumns, kBlocksY), kWarpSize) * kWarpSize, kResident = 3;
+  static __device__ void run(const Step& s, const OpArgs&) {
+    __shared__ int order[kNumExpertsPerToken];
+    __shared__ float weight[kNumExpertsPerToken];
+    grid_wait();
+    grid_launch_next();
+    if (row_slot(s)[blockIdx.x] < 0) return;
+    ::expert_sum<kExpertW2Leaves, kMaxItems, kNumExpertsPerToken>((const float*)product_work(s), expert_ids(s), expert_weights(s), blockIdx.x,
+                                                                  (blockIdx.y * kThreads + threadIdx.x) * 4, kRoutedExpertHiddenSize, order, weight,
+                                                                  [&](int row, int column, float v) { put_routed_partial(s, row, column, v); });
   }
 };
 

@@ -119,7 +119,7 @@ class ExpertCase:
 
 # name -> (output rows, leaves, k-steps a leaf, tokens, whether row tiles meet in pairs)
 WIDE = {"wide": (40, 16, 2, 128, False), "wide_odd": (56, 2, 3, 128, False), "wide_64": (88, 4, 6, 64, False), "wide_one": (104, 1, 5, 128, False),
-        "wide_pairs": (64, 4, 1, 128, True)}
+        "wide_long": (24, 2, 28, 128, False), "wide_pairs": (64, 4, 1, 128, True)}
 WIDE_SMS = 5   # blocks walk over several groups of tiles
 
 
@@ -136,11 +136,18 @@ extern "C" __global__ void __launch_bounds__(S::kThreads) {name}(const uint4* w,
   auto store = {store};
   wide_product<S>(w, x, stride, partial, smem, [&](int row, int token, float v) {{ {"" if pair else "store(row, token, v);"} }});
 }}
-extern "C" __global__ void __launch_bounds__(S::kThreads) {name}_tree(const f32x4* partial, float* y, int outputs) {{
+extern "C" __global__ void __launch_bounds__(S::kSumWarps * kWarpSize) {name}_tree(const f32x4* partial, float* y, int outputs) {{
   wide_sum<S, {str(pair).lower()}>(partial, {store});
 }}
-extern "C" __constant__ int {name}_launch[5] = {{wide_blocks<S>({WIDE_SMS}), S::kThreads, S::kSmem, wide_sum_blocks<S, {str(pair).lower()}>(), S::kNT}};
+extern "C" __constant__ int {name}_launch[5] = {{wide_blocks<S>({WIDE_SMS}), S::kThreads, S::kSmem, wide_sum_blocks<S, {str(pair).lower()}>(), S::kSumWarps * kWarpSize}};
 """
+
+
+def narrow_source(name: str) -> str:
+    """Kernel `narrow`: the same product for eight tokens."""
+    rows, leaves, steps, _, _ = WIDE[name]
+    return (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef RowShape<{leaves}, {steps}, 1, 1, {min(leaves, 4)}, 1, 1, 4096> S;\n'
+            f"K3_BENCH_ROWS(narrow, {repack.tiles_of(rows)}, S)\n")
 
 
 def wide_case(name: str, seed: int = 0):

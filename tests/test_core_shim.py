@@ -29,25 +29,25 @@ def test_rows(tmp_path, name, nt, first, rows):
     assert np.isnan(np.delete(y, range(first, first + rows), axis=0)).all()
 
 
+@pytest.mark.parametrize("before", ["", "#define K3_SHIM_WGMMA\n"], ids=["mma", "wgmma"])
 @pytest.mark.parametrize("name", u.WIDE)
-def test_wide_rows(tmp_path, name):
+def test_wide_rows(tmp_path, name, before):
     """A product of many tokens: right, complete, and the bytes of the narrow product's tree."""
     rows, leaves, steps, tokens, pair = u.WIDE[name]
     packed, x, want = u.wide_case(name)
-    library, count = host.build(u.wide_source(name), [name, f"{name}_tree"], tmp_path), ctypes.c_int
-    grid, threads, shared, sum_grid, _ = host.constants(library, f"{name}_launch", 5)
+    library, count = host.build(before + u.wide_source(name), [name, f"{name}_tree"], tmp_path), ctypes.c_int
+    grid, threads, shared, sum_grid, sum_threads = host.constants(library, f"{name}_launch", 5)
     partial = np.full((len(packed), tokens // 8, leaves, 128), np.nan, np.float32)
     y = np.full((tokens + 1, want.shape[1]), np.nan, np.float32)
     host.launch(library, name, grid, threads, [packed, x, count(x.shape[1]), partial, y, count(y.shape[1])], shared, seed=1)
     if sum_grid:
-        host.launch(library, f"{name}_tree", sum_grid, threads, [partial, y, count(y.shape[1])], seed=1)
+        host.launch(library, f"{name}_tree", sum_grid, sum_threads, [partial, y, count(y.shape[1])], seed=1)
     assert np.linalg.norm(y[:-1] - want) < F32_SUMS * np.linalg.norm(want)
     assert np.isnan(y[-1]).all()
     if pair:
         return
     (tmp_path / "narrow").mkdir()
-    narrow = host.build(f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef RowShape<{leaves}, {steps}, 1, 1, {min(leaves, 4)}, 1, 1, 4096> S;\n'
-                        f"K3_BENCH_ROWS(narrow, {len(packed)}, S)\n", ["narrow"], tmp_path / "narrow")
+    narrow = host.build(u.narrow_source(name), ["narrow"], tmp_path / "narrow")
     grid, threads, shared, _ = host.constants(narrow, "narrow_launch", 4)
     again = np.full_like(y, np.nan)
     for first in range(0, tokens, 8):

@@ -3,6 +3,7 @@
 // the norm and gate of what it gave.
 #pragma once
 #include "kda_core.cuh"
+#include "row_shape.cuh"
 
 constexpr int kScanSlice = 8;    // columns that a block of the recurrence takes
 // A row of it is one chain, and a multiprocessor is kept busy by what its columns load from shared memory: few columns, many lanes on each.
@@ -101,42 +102,44 @@ K3_DEVICE void kda_gates(const KdaMix& a, const KdaWork& work, KdaGatesSmem<S>& 
   }
 }
 
-constexpr int kScanSlots = 4;                   // batches of rows that are on their way
-
-template <class S>
+// kRun: batches of rows that come and are given back together: each time all threads meet, and one of them asks for the next. Where blocks share an SM
+// there is room for one.
+template <class S, int kRun>
 struct KdaScanSmem {
-  float row[kScanSlots][S::kBatch][3 * S::kDim];               // q, k, fade
-  float v[kScanSlots][S::kBatch][S::kSlice];
+  static constexpr int kRows = kRun * S::kBatch, kSlots = kRun == 1 ? 4 : 2;   // kSlots: runs that are on their way
+  float row[kSlots][kRows][3 * S::kDim];                       // q, k, fade
+  float v[kSlots][kRows][S::kSlice];
   float beta[kStepRows];
   int slot[kStepRows];                                         // of every row of the step: looking for sequences waits for no memory
-  u64 full[kScanSlots];
+  u64 full[kSlots];
 };
 
 // Slice `part` of a head for the sequences `lane`, lane + lanes, ... of the step. All threads hold state. `ready` as of kda_mix.
-template <class S, class Ready>
-K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m, int head, int part, int lane, int lanes, Ready ready) {
+template <class S, int kRun, class Ready>
+K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S, kRun>& m, int head, int part, int lane, int lanes, Ready ready) {
   static_assert(S::kThreads == S::kHolders && S::kSlice == kScanSlice, "all threads hold state");
+  constexpr int kRows = KdaScanSmem<S, kRun>::kRows, kSlots = KdaScanSmem<S, kRun>::kSlots;
   const int channels = a.heads * S::kDim, tid = threadIdx.x;
   if (tid == 0) {
-    for (int i = 0; i < kScanSlots; ++i) barrier_init(m.full + i, 1);
+    for (int i = 0; i < kSlots; ++i) barrier_init(m.full + i, 1);
     barrier_fence_init();
   }
   for (int i = tid; i < a.rows; i += S::kThreads) m.slot[i] = a.row_slot[i];
   ready();
   __syncthreads();
-  int batches = 0;                              // so far; batch i lies in slot i % kScanSlots
+  int runs = 0;                                 // so far; run i lies in slot i % kSlots
   kda_each_sequence(m.slot, a.rows, lane, lanes, [&](int first, int slot) {
-    const int length = kda_sequence_rows(m.slot, a.rows, first, slot), end = batches + (length + S::kBatch - 1) / S::kBatch;
-    auto bring = [&](int batch) {               // one thread
-      if (batch >= end) return;
-      const int slot = batch % kScanSlots, done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch;
+    const int length = kda_sequence_rows(m.slot, a.rows, first, slot), end = runs + (length + kRows - 1) / kRows;
+    auto bring = [&](int run) {                 // one thread
+      if (run >= end) return;
+      const int slot = run % kSlots, done = (run - runs) * kRows, n = min_of(kRows, length - done);
       constexpr int kRow = 3 * S::kDim * sizeof(float), kValues = S::kSlice * sizeof(float);
       barrier_expect(m.full + slot, n * (kRow + kValues));
       bulk_copy(m.row[slot], work.rows + (size_t(head) * a.rows + first + done) * 3 * S::kDim, n * kRow, m.full + slot);
       bulk_copy(m.v[slot], work.v + ((size_t(head) * S::kSplit + part) * a.rows + first + done) * S::kSlice, n * kValues, m.full + slot);
     };
     if (tid == 0)
-      for (int i = 0; i < kScanSlots; ++i) bring(batches + i);
+      for (int i = 0; i < kSlots; ++i) bring(runs + i);
     for (int i = tid; i < length; i += S::kThreads) m.beta[i] = a.beta[size_t(first + i) * a.heads + head];
     KdaState<S> state;
     state.load(a.state + (size_t(slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice);
@@ -144,29 +147,33 @@ K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S>& m,
     float o[S::kCols] = {};
     __syncthreads();
 #pragma unroll 1
-    for (int batch = batches; batch < end; ++batch) {
-      const int done = (batch - batches) * S::kBatch, n = length - done < S::kBatch ? length - done : S::kBatch;
-      barrier_wait(m.full + batch % kScanSlots, batch / kScanSlots & 1);
-      const float(&row)[S::kBatch][3 * S::kDim] = m.row[batch % kScanSlots];
-      const float(&v)[S::kBatch][S::kSlice] = m.v[batch % kScanSlots];
-      auto pass = [&](int r) {
-        state.template advance<true>(row[r] + S::kDim, row[r] + 2 * S::kDim, v[r], m.beta[done + r], o);
-        if (done + r) state.put(o, out + size_t(done + r - 1) * channels);
-        state.partial(row[r], o);
-      };
-      if (n == S::kBatch) {                     // without branches, so that loads of later rows come before this row's end
-        K3_UNROLL
-        for (int r = 0; r < S::kBatch; ++r) pass(r);
-      } else {
+    for (int run = runs; run < end; ++run) {
+      barrier_wait(m.full + run % kSlots, run / kSlots & 1);
+      const int begin = (run - runs) * kRows;
 #pragma unroll 1
-        for (int r = 0; r < n; ++r) pass(r);
+      for (int done = begin; done < min_of(length, begin + kRows); done += S::kBatch) {
+        const int n = min_of(int(S::kBatch), length - done);
+        const float(*row)[3 * S::kDim] = m.row[run % kSlots] + (done - begin);
+        const float(*v)[S::kSlice] = m.v[run % kSlots] + (done - begin);
+        auto pass = [&](int r) {
+          state.template advance<true>(row[r] + S::kDim, row[r] + 2 * S::kDim, v[r], m.beta[done + r], o);
+          if (done + r) state.put(o, out + size_t(done + r - 1) * channels);
+          state.partial(row[r], o);
+        };
+        if (n == S::kBatch) {                   // without branches, so that loads of later rows come before this row's end
+          K3_UNROLL
+          for (int r = 0; r < S::kBatch; ++r) pass(r);
+        } else {
+#pragma unroll 1
+          for (int r = 0; r < n; ++r) pass(r);
+        }
       }
-      __syncthreads();                          // the batch is used up
-      if (tid == 0) bring(batch + kScanSlots);
+      __syncthreads();                          // the run is used up
+      if (tid == 0) bring(run + kSlots);
     }
     state.template fold<false>(o, o);
     state.put(o, out + size_t(length - 1) * channels);
-    batches = end;
+    runs = end;
   });
 }
 

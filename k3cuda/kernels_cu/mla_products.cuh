@@ -4,7 +4,8 @@
 // multiplies by mma.sync. Rows, columns, k and order are the same. A column's bytes don't depend on how many columns there are: one
 // instruction shape along k, one chain.
 //
-// Columns lie in two ways, both free of bank conflicts:
+// Columns lie in three ways, all free of bank conflicts:
+//  * in cores (tokens of a wide step, wgmma alone): 8 columns of 8 k are 128 bytes, a column's 8 k a row;
 //  * by k (queries): 64 values of k are a row of 128 bytes, 8 columns 1,024 bytes inside which 16-byte units are permuted (swizzle);
 //  * by column (weights): 8 x 8 values are 128 bytes, a row the 8 columns of one k.
 #pragma once
@@ -40,6 +41,9 @@ K3_DEVICE Columns<kTiles> columns_by_k(u32 at, u32 more, int lane) { return {u64
 // `at`: first 8 x 8 values of the 16 k; `k_stride`: bytes to those of the next 8 k.
 template <int kTiles>
 K3_DEVICE Columns<kTiles> columns_by_column(u32 at, u32 k_stride, int lane) { return {u64(descriptor_address(at) + (k_stride << 12)) | u64(128 >> 4) << 32}; }
+// `at`: the cores of the first 8 k of a k-step, tile by tile; those of the next 8 k lie behind them.
+template <int kTiles>
+K3_DEVICE Columns<kTiles> columns_in_cores(u32 at) { return {u64(descriptor_address(at) + (kTiles * 128 << 12)) | u64(128 >> 4) << 32}; }
 
 #ifdef K3_HOST_SHIM
 inline void products_begin() {}
@@ -70,6 +74,11 @@ K3_DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;
 #define K3_D12 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}"
 #define K3_D16 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
 #define K3_D24 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23}"
+#define K3_D32 \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}"
+#define K3_D64 \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 #define K3_C(n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define K3_PRODUCT(N, TYPE, D, A0, A1, A2, A3, B, P, T, ...)                                                                          \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE           \
@@ -80,12 +89,16 @@ K3_DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;
   else if constexpr (kTiles == 2) K3_PRODUCT(16, TYPE, K3_D8, 8, 9, 10, 11, 12, 13, 14, K3_C(0), K3_C(1));                             \
   else if constexpr (kTiles == 3) K3_PRODUCT(24, TYPE, K3_D12, 12, 13, 14, 15, 16, 17, 18, K3_C(0), K3_C(1), K3_C(2));                 \
   else if constexpr (kTiles == 4) K3_PRODUCT(32, TYPE, K3_D16, 16, 17, 18, 19, 20, 21, 22, K3_C(0), K3_C(1), K3_C(2), K3_C(3));        \
-  else K3_PRODUCT(48, TYPE, K3_D24, 24, 25, 26, 27, 28, 29, 30, K3_C(0), K3_C(1), K3_C(2), K3_C(3), K3_C(4), K3_C(5))
+  else if constexpr (kTiles == 6) K3_PRODUCT(48, TYPE, K3_D24, 24, 25, 26, 27, 28, 29, 30, K3_C(0), K3_C(1), K3_C(2), K3_C(3), K3_C(4), K3_C(5));           \
+  else if constexpr (kTiles == 8) K3_PRODUCT(64, TYPE, K3_D32, 32, 33, 34, 35, 36, 37, 38, K3_C(0), K3_C(1), K3_C(2), K3_C(3), K3_C(4), K3_C(5), K3_C(6),   \
+                                             K3_C(7));                                                                                 \
+  else K3_PRODUCT(128, TYPE, K3_D64, 64, 65, 66, 67, 68, 69, 70, K3_C(0), K3_C(1), K3_C(2), K3_C(3), K3_C(4), K3_C(5), K3_C(6), K3_C(7), K3_C(8), K3_C(9),  \
+                  K3_C(10), K3_C(11), K3_C(12), K3_C(13), K3_C(14), K3_C(15))
 
-// c = a b, plus c where `keep` says so. kTiles: 1, 2, 3, 4 or 6.
+// c = a b, plus c where `keep` says so. kTiles: 1, 2, 3, 4, 6, 8 or 16.
 template <bool kF16, bool kByColumn, int kTiles>
 K3_DEVICE void product(float (&c)[kTiles][4], const uint4& a, const Columns<kTiles>& b, bool keep) {
-  static_assert((kTiles >= 1 && kTiles <= 4) || kTiles == 6, "widths that have an instruction here");
+  static_assert((kTiles >= 1 && kTiles <= 4) || kTiles == 6 || kTiles == 8 || kTiles == 16, "widths that have an instruction here");
   if constexpr (kF16) { K3_PRODUCTS("f16"); }
   else { K3_PRODUCTS("bf16"); }
 }

@@ -66,6 +66,28 @@ def test_layouts_of_one_product_agree(device):
     assert len(results) == 1
 
 
+@pytest.mark.parametrize("name", [name for name, (*_, pair) in u.WIDE.items() if not pair])
+def test_wide_products_have_the_bytes_of_narrow_ones(device, name):
+    """On sm_90a one is wgmma, the other mma.sync."""
+    leaves, tokens = u.WIDE[name][1], u.WIDE[name][3]
+    packed, x, want = (cp.asarray(a) for a in u.wide_case(name))
+    wide, narrow = (Module(compile_cuda(source, device.arch).cubin) for source in (u.wide_source(name), u.narrow_source(name)))
+    width, stride, count = ctypes.c_int(want.shape[1]), ctypes.c_int(x.shape[1]), ctypes.c_int
+    y, again = cp.full(want.shape, cp.nan, cp.float32), cp.full(want.shape, cp.nan, cp.float32)
+    partial = cp.full((len(packed), tokens // 8, leaves, 128), cp.nan, cp.float32)
+    grid, threads, shared, sum_grid, sum_threads = wide.constants(f"{name}_launch", 5)
+    Launch(wide.function(name, shared), grid, threads, [pointer(packed), pointer(x), stride, pointer(partial), pointer(y), width], shared=shared).launch()
+    if sum_grid:
+        Launch(wide.function(f"{name}_tree", 0), sum_grid, sum_threads, [pointer(partial), pointer(y), width]).launch()
+    grid, threads, shared, _ = narrow.constants("narrow_launch", 4)
+    for first in range(0, tokens, 8):
+        Launch(narrow.function("narrow", shared), grid, threads,
+               [pointer(packed), count(len(packed)), pointer(x[first:]), stride, count(8), pointer(again[first:]), width], shared=shared).launch()
+    cp.cuda.Device().synchronize()
+    assert cp.linalg.norm(y - want) < F32_SUMS * cp.linalg.norm(want)
+    assert y.tobytes() == again.tobytes()
+
+
 def run_experts(device, case, rows):
     module = Module(compile_cuda(u.EXPERT_SOURCE, device.arch).cubin)
     n, count = len(case.ids), ctypes.c_int

@@ -88,12 +88,13 @@ struct kda_scan : StageDefaults {
   // kernel before leaves first. Steps of 512 rows and more have few sequences: a block has its SM alone. In others, where lanes may all be busy, lanes
   // are neighbours: what an SM takes together has one block of a lone sequence, and others that end at once.
   static constexpr bool kAlone = kRows >= 512;
+  typedef KdaScanSmem<KdaScanLayout, kAlone ? 4 : 1> Smem;
   static constexpr int kSlices = kOwnKdaNumHeads * KdaScanLayout::kSplit, kBlocks = kAlone ? kSlices : kLanes, kBlocksY = kAlone ? kLanes : kSlices,
-                       kThreads = KdaScanLayout::kThreads, kSmem = max_of(sizeof(KdaScanSmem<KdaScanLayout>), kAlone ? kMaxShared / 2 + 2048 : 0);
+                       kThreads = KdaScanLayout::kThreads, kSmem = max_of(sizeof(Smem), kAlone ? kMaxShared / 2 + 2048 : 0);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     const int slice = kAlone ? blockIdx.x : blockIdx.y, lane = kAlone ? blockIdx.y : blockIdx.x;
-    ::kda_scan<KdaScanLayout>(kda_middle(s, op), kda_work(s), *(KdaScanSmem<KdaScanLayout>*)smem, slice / KdaScanLayout::kSplit,
+    ::kda_scan<KdaScanLayout>(kda_middle(s, op), kda_work(s), *(Smem*)smem, slice / KdaScanLayout::kSplit,
                               slice % KdaScanLayout::kSplit, lane, kLanes, [] {
       grid_wait();
       grid_launch_next();

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from command import ROOT, k3, k3_json
 
-from k3cuda import LLM, __license__
+from k3cuda import LLM, SamplingParams, __license__
 from k3cuda.cli import main as command
 from k3cuda.errors import CheckpointError
 from k3cuda.runtime import named_models
@@ -57,6 +57,17 @@ def test_it_answers_with_each_draft(draft):
         assert found["text"] == "42"
     else:
         assert found["token_ids"] == k3_json("generate", TINY_RANDOM, "-p", "17 + 25 =", "-n", 8, "--temperature", 0, "--json")["token_ids"]
+
+
+@pytest.mark.parametrize("tp", [8, 16])
+@pytest.mark.parametrize("draft", [None, *DEMO_DRAFTS])
+def test_more_ranks_than_heads_give_the_same_text(tp, draft):
+    texts = []
+    for ranks in (1, tp):
+        with LLM(DEMO, draft, tp=ranks, max_model_len=128, max_batch=2) as llm:
+            chats = [[{"role": "user", "content": text}] for text in ("17 + 25 =", "Sort: 59 96 13 56 95")]
+            texts.append([o.text for o in llm.chat(chats, SamplingParams(temperature=0, max_tokens=12), reasoning_effort="none")])
+    assert texts[0] == texts[1] and (not IS_TRAINED or texts[0] == ["42", "13 56 59 95 96"])
 
 
 def test_info_says_what_it_is():

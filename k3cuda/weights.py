@@ -168,9 +168,7 @@ def cut_parts(cut: Cut, dims: dict[str, int]) -> int:
 
 def num_pieces(weight: Weight, dims: dict[str, int], tp: int) -> int:
     """In how many pieces a weight falls that `tp` ranks hold: the first so many ranks have one each."""
-    if weight.cut is None:
-        return 1
-    return gcd(cut_parts(weight.cut, dims), tp) if weight.cut.padded else tp
+    return 1 if weight.cut is None else gcd(cut_parts(weight.cut, dims), tp) if weight.cut.padded else tp
 
 
 def rank_shape(weight: Weight, dims: dict[str, int], tp: int) -> tuple[int, ...]:
@@ -290,9 +288,8 @@ def _uneven(table, dims: dict[str, int], tp: int) -> dict[str, int]:
 
 def outnumbered(table, dims: dict[str, int], tp: int) -> str:
     """One line about what falls into fewer pieces than `tp` ranks, or ""."""
-    found = {w.cut.limits[0][0]: pieces for w in table if w.cut and (pieces := num_pieces(w, dims, tp)) < tp}
-    return found and (f"of {tp} ranks not all have a piece of {', '.join(f'{size} (pieces: {n})' for size, n in found.items())}: "
-                      "the others hold zeros of the same bytes, which change no result") or ""
+    few = ", ".join(dict.fromkeys(f"{w.cut.limits[0][0]} (pieces: {n})" for w in table if w.cut and (n := num_pieces(w, dims, tp)) < tp))
+    return few and f"of {tp} ranks not all have a piece of {few}: the others hold zeros of the same bytes, which change no result"
 
 
 def rank_slice(weight: Weight, dims: dict[str, int], tp: int, rank: int) -> tuple[slice, ...]:

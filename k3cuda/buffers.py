@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .config import DECODE_ROWS, MAX_ROWS, PAGE_SIZE, K3Config
+from .weights import padded_dims
 
 # How many bytes one value of the MLA cache takes on a GPU, by kv_cache_dtype.
 KV_BYTES = {"bf16": 2, "fp8_e4m3": 1}
@@ -113,12 +114,13 @@ BY_NAME = {b.name: b for b in BUFFERS}
 
 
 def step_dims(cfg: K3Config, *, tp: int, dcp: int = 1, rows: int = MAX_ROWS, slots: int, pages: int, slot_pages: int, num_taps: int = 0) -> dict[str, int]:
-    """Sizes of `K3Config.dims()` and those that belong to the machine: ranks, rows a step, slots, cache pages, taps of a draft model.
+    """Sizes of `K3Config.dims()`, padded (`weights.padded_dims`), and those that belong to the machine: ranks, rows a step, slots, cache pages, taps of a
+    draft model.
 
     `dcp`: ranks of a group that holds the MLA cache together; with one there is none, and what passes in it is empty.
     """
-    few, group = min(rows, DECODE_ROWS), dcp if dcp > 1 else 0
-    return cfg.dims() | {"group": group, "group_heads": cfg.num_attention_heads // tp * group} | {"ranks": tp, "rows": rows, "decode_rows": few, "head_rows": few, "slots": slots, "pages": pages, "slot_pages": slot_pages,
+    few, group, sizes = min(rows, DECODE_ROWS), dcp if dcp > 1 else 0, padded_dims(cfg.dims(), tp)
+    return sizes | {"group": group, "group_heads": sizes["num_attention_heads"] // tp * group} | {"ranks": tp, "rows": rows, "decode_rows": few, "head_rows": few, "slots": slots, "pages": pages, "slot_pages": slot_pages,
                          "page_size": PAGE_SIZE, "three": 3, "num_taps": num_taps}
 
 

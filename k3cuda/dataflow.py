@@ -74,7 +74,8 @@ def _intro(cfg, tp, plan) -> str:
     return (f"# Dataflow of one step\n\nPrinted by `k3cuda plan --markdown` from `k3cuda/weights.py`, `buffers.py` and `stages.py`; do not edit.\n\n"
             f"{cfg.num_hidden_layers} layers over {tp} ranks: {len(plan.ops)} operations in {1 + plan.ops[-1].phase} phases "
             "(operations of one phase need no barrier between them). L: the hand-over stays on the GPU; X: it crosses ranks. "
-            f"MB are decimal and of one rank; rows read experts as uniform routing predicts.")
+            f"MB are decimal and of one rank; rows read experts as uniform routing predicts."
+            + (f"\n\n{text[0].upper()}{text[1:]}." if (text := weights.outnumbered(weights.WEIGHTS, cfg.dims(), tp)) else ""))
 
 
 def _totals(cfg) -> str:

@@ -6,6 +6,8 @@ from .buffers import BY_NAME as TARGET
 from .buffers import Buffer, buffer_bytes
 from .config import DECODE_ROWS, PAGE_SIZE
 from .draft_config import DraftConfig
+from .draft_weights import cut_weights
+from .weights import padded_dims
 
 
 def _b(name, shape, dtype, life, unit, cut=None):
@@ -54,12 +56,12 @@ BY_NAME = {b.name: b for b in DRAFT_BUFFERS}
 
 def cache_bytes(cfg: DraftConfig, tp: int = 1) -> int:
     """Bytes a token of the draft's cache on one of `tp` ranks, as a GPU holds them."""
-    b, dims = BY_NAME[f"{cfg.family}_cache"], cfg.dims() | {"ranks": tp, "pages": 1, "page_size": 1}
+    b, dims = BY_NAME[f"{cfg.family}_cache"], padded_dims(cfg.dims(), tp, cut_weights(cfg)) | {"ranks": tp, "pages": 1, "page_size": 1}
     return buffer_bytes(b, dims)
 
 
 def draft_dims(cfg: DraftConfig, *, tp: int, num_drafts: int, seqs: int, slots: int, pages: int, slot_pages: int, rows: int = DECODE_ROWS) -> dict[str, int]:
-    """Sizes of `DraftConfig.dims()` and those of the machine. `rows` are enough for the context rows of a target step and for the blocks of `seqs`
+    """Sizes of `DraftConfig.dims()`, padded, and those of the machine. `rows` are enough for the context rows of a target step and for the blocks of `seqs`
     sequences."""
-    return cfg.dims() | {"ranks": tp, "rows": rows, "decode_rows": rows, "head_rows": rows, "seqs": seqs, "num_drafts": num_drafts, "slots": slots, "pages": pages,
+    return padded_dims(cfg.dims(), tp, cut_weights(cfg)) | {"ranks": tp, "rows": rows, "decode_rows": rows, "head_rows": rows, "seqs": seqs, "num_drafts": num_drafts, "slots": slots, "pages": pages,
                          "slot_pages": slot_pages, "page_size": PAGE_SIZE}

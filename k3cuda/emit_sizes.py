@@ -30,9 +30,9 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
               f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
               f"constexpr int kParts = {parts};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted(({b.shape[b.cut] for b in (*t.buffers.values(), *t.absent) if b.cut is not None} | {"mla_q_dim"}) & set(whole))
-    lines += _integers({f"own_{n}": whole[n] // tp for n in cut} | {"group_heads": plan.cfg.num_attention_heads // tp * plan.dcp})
+    lines += _integers({f"own_{n}": t.dims[n] // tp for n in cut} | {"group_heads": t.dims["num_attention_heads"] // tp * plan.dcp})
     lines += ["// Numbers of the arithmetic."]
-    lines += _draft_numbers(plan, rows) if is_draft else _target_numbers(plan.cfg, forced_experts)
+    lines += _draft_numbers(plan, rows, t.dims["mixer_dim"] // tp) if is_draft else _target_numbers(plan.cfg, forced_experts)
     lines += [f"constexpr bool kKvFp8 = {str(kv == 'fp8_e4m3').lower()};", "// Leaves of the tree over K on this rank, and k-steps (experts: groups) in a leaf."]
     for name, (leaves, steps) in _trees(plan).items():
         lines.append(f"constexpr int {camel(name)}Leaves = {leaves}, {camel(name)}Steps = {steps};")
@@ -56,11 +56,11 @@ def _target_numbers(cfg: K3Config, forced_experts: int) -> list[str]:
             f"constexpr int kForcedExperts = {forced_experts}, kForcedStride = {stride};"]
 
 
-def _draft_numbers(plan: DraftPlan, rows: int) -> list[str]:
+def _draft_numbers(plan: DraftPlan, rows: int, own_width: int) -> list[str]:
     cfg: DraftConfig = plan.cfg
     reals = {"rms_norm_eps": cfg.rms_norm_eps, "mla_norm_eps": cfg.rms_norm_eps, "situ_beta": cfg.activation_situ_beta,
              "situ_linear_beta": cfg.activation_situ_linear_beta, "score_scale": cfg.score_scale, "rope_magnitude": cfg.rope.magnitude if cfg.rope else 1.0}
-    lines = _reals(reals) + _integers({"own_kda_dim": plan.cfg.dims()["mixer_dim"] // plan.tp}) + ["// The name that stages of the target have for the width of mixer_out."]
+    lines = _reals(reals) + _integers({"own_kda_dim": own_width}) + ["// The name that stages of the target have for the width of mixer_out."]
     lines += _integers({"num_drafts": plan.num_drafts, "block_rows": plan.block_rows, "seqs": plan.padded_seqs(rows)})
     lines += [f"constexpr bool kRope = {str(cfg.rope is not None).lower()}, kRopeInterleaved = {str(bool(cfg.rope and cfg.rope.interleaved)).lower()};"]
     dim = cfg.rope.dim if cfg.rope else 2

@@ -8,7 +8,7 @@ from .launch_mixes import CLOSED, Mix, mix_rounds, normed_reads
 from .launch_rank import experts, own_tiles, product
 from .phases import TILE_ROWS
 from .plan import Plan
-from .weights import TREE_LEAVES
+from .weights import TREE_LEAVES, padded_dims
 
 INPUT = "ffn_out"   # of the launch, F32: what the layer before left
 MERGED_ROWS = 1     # up to so many rows products norm for themselves
@@ -24,7 +24,7 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
         merged: products norm for themselves what they read, instead of a round that does: a hand-over less, but all blocks read F32 values (MERGED_ROWS).
             So few rows have blocks enough for slices of one chunk.
     """
-    dims = cfg.dims()
+    dims = padded_dims(cfg.dims(), tp)
     hidden, latent, blocks = dims["hidden_size"], dims["routed_expert_hidden_size"], dims["num_res_blocks"]
     shared_tiles, router_tiles = 2 * own_tiles(cfg, tp, "shared_gate_proj")[0], own_tiles(cfg, tp, "router")[0]
     heads, dim = dims["kda_num_heads"] // tp, dims["kda_head_dim"]

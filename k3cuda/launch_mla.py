@@ -11,7 +11,7 @@ from .launch_layer import layer_kinds
 from .launch_rank import own_tiles, product
 from .packing import inputs_leaves_and_steps
 from .phases import MIX_SLICES, TILE_ROWS, Grid
-from .weights import tree_leaves
+from .weights import padded_dims, tree_leaves
 
 SLAB = 32                   # latent values of a team that combines: kMlaSlab
 CACHES = {1: ("MlaE4m3", "u8"), 2: ("MlaBf16", "bf16")}   # bytes of a cached value -> C++ types
@@ -119,7 +119,7 @@ def mla_kinds(cfg: K3Config, tp: int, cluster: int, *, rows: int, cache: int, bl
     Args:
         rows: of a step. cache: bytes of a cached value, 1 or 2. blocks: of the launch.
     """
-    dims = cfg.dims()
+    dims = padded_dims(cfg.dims(), tp)
     heads, nope, rope, latent, value = dims["num_attention_heads"] // tp, *(dims[n] for n in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim"))
     query_tiles, cache_tiles, gate_tiles = own_tiles(cfg, tp, "mla_q_a_proj mla_kv_a_proj mla_g_proj")
     gathered = lambda name, n: Field(name, "f32", n // tp, n)

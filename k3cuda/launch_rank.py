@@ -5,13 +5,12 @@ from .errors import PlanError
 from .launch_kinds import ExpertDown, ExpertUp, ForcedChoice, Kind, Product, linked
 from .packing import leaves_and_steps
 from .phases import TILE_ROWS
-from .weights import BY_NAME
+from .weights import BY_NAME, rank_shape
 
 
 def own_tiles(cfg: K3Config, tp: int, names: str) -> list[int]:
     """Tiles of 16 rows of each of some joined matrices, on one rank."""
-    dims = cfg.dims()
-    return [-(-dims[w.shape[0]] // (tp if w.cut and w.cut.axis == 0 else 1) // TILE_ROWS) for w in map(BY_NAME.get, names.split())]
+    return [-(-rank_shape(BY_NAME[name], cfg.dims(), tp)[0] // TILE_ROWS) for name in names.split()]
 
 
 def product(cfg: K3Config, tp: int, cluster: int, name: str, **more) -> Product:
@@ -28,12 +27,11 @@ def dense_products(cfg: K3Config, tp: int, cluster: int = 1) -> tuple[Kind, ...]
 
 def experts(cfg: K3Config, tp: int, cluster: int) -> tuple[ExpertUp, ExpertDown]:
     """w1 and w3, and w2, of a rank."""
-    dims = cfg.dims()
     leaves, groups = leaves_and_steps("expert_w2", cfg, tp)
     if leaves != 1:
         raise PlanError(f"a rank of {tp} holds {leaves} leaves of w2; wanted one")
-    return (ExpertUp("expert_up", -(-dims["moe_intermediate_size"] // tp // TILE_ROWS), *leaves_and_steps("expert_w1", cfg, tp), cluster),
-            ExpertDown("moe_down", -(-dims["routed_expert_hidden_size"] // TILE_ROWS), groups))
+    return (ExpertUp("expert_up", own_tiles(cfg, tp, "expert_w1")[0], *leaves_and_steps("expert_w1", cfg, tp), cluster),
+            ExpertDown("moe_down", own_tiles(cfg, tp, "expert_w2")[0], groups))
 
 
 def with_experts(cfg: K3Config, tp: int, cluster: int) -> tuple[Kind, ...]:

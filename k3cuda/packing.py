@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from .config import MXFP4_GROUP, MXFP4_PER_BYTE, K3Config
 from .draft_config import DraftConfig
 from .weights import BY_NAME as WEIGHT
-from .weights import MMA_K, Weight, tree_leaves
+from .weights import MMA_K, Weight, num_pieces, tree_leaves
 
 # How the sources become one array; kernels_cu/row_core.cuh and repack.py draw the layouts.
 TILES = "tiles"            # BF16 fragments, sources behind each other, each padded to whole tiles of 16 rows
@@ -101,7 +101,7 @@ def leaves_and_steps(name: str, cfg: K3Config | DraftConfig, tp: int, weights: d
     unit = MXFP4_GROUP if w.mxfp4 else MMA_K
     k = dims[w.shape[1]] * (MXFP4_PER_BYTE if w.mxfp4 else 1)
     leaves = tree_leaves(k, unit)
-    own = tp if w.cut and w.cut.axis == 1 else 1
+    own = num_pieces(w, dims, tp) if w.cut and w.cut.axis == 1 else 1
     return leaves // own, k // leaves // unit
 
 

@@ -11,7 +11,7 @@ from .buffers import DTYPE_BYTES, ROW_AXES
 from .config import MXFP4_GROUP, PAGE_SIZE
 from .plan import Op, Plan
 from .weights import BY_NAME as WEIGHT
-from .weights import MMA_K, rank_bytes
+from .weights import MMA_K, padded_dims, rank_bytes, rank_shape
 
 TILE_ROWS = 16
 PARTS = (4, 2, 1)        # runs of leaves that a product's tiles may be split into, the finest first: a part is what a block reads of x
@@ -145,7 +145,7 @@ class PhaseMaker:
             self.written[self.plan.aliases.get(n, n)] = _Source(len(self.phases) - 1, row, beside)
 
     def phase(self, op: Op) -> Phase:
-        name, rows, dims = op.stage.name, self.rows, self.plan.cfg.dims()
+        name, rows, dims = op.stage.name, self.rows, padded_dims(self.plan.cfg.dims(), self.plan.tp)
         steps, chosen, parts, does = 0, False, 1, (name,)
         divide = lambda n: 1                        # how many blocks' worth of a buffer one block reads
         if _product(op):
@@ -196,16 +196,17 @@ class PhaseMaker:
 
     def tiles(self, op: Op) -> tuple[int, int, int]:
         """(tiles of 16 rows, leaves of K, k-steps of a leaf) of a stage's product on this rank."""
-        packed, dims, tp = _product(op), self.plan.cfg.dims(), self.plan.tp
+        packed, tp = _product(op), self.plan.tp
+        dims = padded_dims(self.plan.cfg.dims(), tp)
         if packed.how in (packing.HEADS, packing.HEADS_TURNED):     # half of every head's rows, against inputs that no rank cuts
             outputs, inputs = ("v_head_dim", "kv_lora_rank") if packed.how == packing.HEADS else ("kv_lora_rank", "qk_nope_head_dim")
             return dims["num_attention_heads"] // tp * (dims[outputs] // TILE_ROWS), *packing.inputs_leaves_and_steps(dims[inputs])
-        rows = [dims[w.shape[0]] // (tp if w.cut and w.cut.axis == 0 else 1) for w in map(WEIGHT.get, packed.sources)]
+        rows = [rank_shape(WEIGHT[name], dims, tp)[0] for name in packed.sources]
         return sum(-(-n // TILE_ROWS) for n in rows), *packing.leaves_and_steps(packed.sources[-1], self.plan.cfg, tp)
 
     def row_bytes(self, name: str) -> int:
         """One row of a buffer on this rank, all ranks' parts of a stacked one, in bytes."""
-        dims, buffer = self.plan.cfg.dims() | {"ranks": self.plan.tp, "three": 3}, BUFFER[name]
+        dims, buffer = padded_dims(self.plan.cfg.dims(), self.plan.tp) | {"ranks": self.plan.tp, "three": 3}, BUFFER[name]
         n = prod(dims[axis] for axis in buffer.shape if axis not in _NOT_OF_A_ROW)
         return n * DTYPE_BYTES[buffer.dtype] // (self.plan.tp if buffer.cut is not None else 1)
 

@@ -14,7 +14,7 @@ from .packing import DRAFT_PACKED, PACKED, Packed
 from .plan import Op, Plan
 from .stages import STAGES, Stage
 from .weights import BY_NAME as WEIGHT
-from .weights import Weight
+from .weights import Weight, rank_shape
 
 
 def _session(buffers) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def _draft(plan: DraftPlan, machine: dict[str, int]) -> Tables:
     work = {"product_work": ("u8", 0)} | {"taps_normed": ("bf16", taps if plan.cfg.fc_norm else 0)} | ({"mla_next": ("int", 4), "mla_own_last": ("int", 0)} if "mla_cache" in plan.buffers else {})
     session = tuple(n for n in (*_session(plan.buffers.values()), "taps") if n in plan.buffers)
     if plan.cfg.family == GQA:
-        of_classes = dims["rows"] * plan.cfg.num_attention_heads // plan.tp * GQA_CLASSES * DTYPE_BYTES["f32"]
+        of_classes = dims["rows"] * dims["num_attention_heads"] // plan.tp * GQA_CLASSES * DTYPE_BYTES["f32"]
         work |= {"gqa_top_sum": ("float", 2 * of_classes), "gqa_mean": ("float", plan.cfg.head_dim * of_classes)}
     absent = tuple(b for b in DRAFT_BUFFERS if b.name not in plan.buffers)
     return Tables(plan.buffers, session, DRAFT_WEIGHT, packed, DRAFT_STAGES, plan.context + plan.ops, dims, work, absent, ("page_table", "taps"))
@@ -98,6 +98,6 @@ def _leaf_sums(cfg: K3Config, tp: int) -> dict[str, int]:
     leaves, _ = packing.leaves_and_steps("expert_w2", cfg, tp)
     out = {"expert_w2": leaves * MAX_ROWS * cfg.num_experts_per_token * cfg.routed_expert_hidden_size * f32}
     for p in (p for group in PACKED.values() for p in group if p.how in (packing.TILES, packing.PAIRS)):
-        rows = [dims[w.shape[0]] // (tp if w.cut and w.cut.axis == 0 else 1) for w in map(WEIGHT.get, p.sources)]
+        rows = [rank_shape(WEIGHT[name], dims, tp)[0] for name in p.sources]
         out[p.name] = packing.leaves_and_steps(p.sources[-1], cfg, tp)[0] * sum(-(-n // 16) * 16 for n in rows) * MAX_ROWS * f32
     return out | {"lm_head": 0}

@@ -72,8 +72,8 @@ case $name in
     # Whatever there is: where drafts failed the model comes back without them.
     if [ -d build/train_demo/demo ]; then (cd build/train_demo && find demo draft-* -type f 2>/dev/null | tar -cf demo.tar -T -) && cp build/train_demo/demo.tar "$out/"; fi
     exit "$code" ;;
-  # The trained demo model in every cache, cut and draft against the reference's answers (18 of them; -k 'bf16' and -k 'fp8' where one call is too short).
-  quality) exec python3 -m pytest -m gpu -v tests/gpu/test_demo_quality.py "$@" ;;
+  # The trained demo model on every backend, cache, cut and draft against the reference's answers (docs/demo.md says how they are shared out).
+  quality) exec python3 -m pytest -m gpu -v --durations=0 tests/gpu/test_demo_quality.py "$@" ;;
   # Chains of products in one launch (docs/megakernel.md).
   launch) exec python3 scripts/bench_launch.py "$@" ;;
   trace) exec python3 scripts/trace_step.py "$@" ;;

@@ -13,8 +13,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from demo_training.mistakes import caught_by  # noqa: E402
 from demo_training.rows import SHARES  # noqa: E402
+from k3cuda.config import K3Config  # noqa: E402
 from k3cuda.runtime.demo_tasks import HELD_OUT, NEEDLE_TOKENS, SET_SIZE, TASKS, held_out_set  # noqa: E402
-from k3cuda.runtime.named_models import DATA, DEMO, DEMO_DRAFTS, TRAINED, read_manifest  # noqa: E402
+from k3cuda.runtime.named_models import DATA, DEMO, DEMO_DRAFTS, PACKAGED, TRAINED, read_manifest  # noqa: E402
+from k3cuda.weights import legal_tps  # noqa: E402
 from make_performance import table  # noqa: E402
 
 FOLDER, PAGE, TRAINING = ROOT / "docs/benchmarks/demo", ROOT / "docs/demo-card.md", "train.jsonl"
@@ -60,19 +62,20 @@ def page(data: Path = DATA, folder: Path = FOLDER) -> str:
                 "[demo.md](demo.md) says how it is trained, and `scripts/install_demo.py` puts it here.\n")
     log, evals = read_log(folder / TRAINING), {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in (DEMO, *DEMO_DRAFTS)}
     parts = [HEAD + "Numbers are of the files under `docs/benchmarks/demo`; [demo.md](demo.md) has the sizes and says how it is trained.",
-             origin(manifest, log), tasks(), scores(evals[DEMO], log), drafts(evals), speed(json.loads((folder / SPEED).read_text(encoding="utf-8"))),
+             origin(manifest, log, data), tasks(), scores(evals[DEMO], log), drafts(evals), speed(json.loads((folder / SPEED).read_text(encoding="utf-8"))),
              losses(log)]
     if (folder / "mistakes.md").exists():
         parts.append(mistakes((folder / "mistakes.md").read_text(encoding="utf-8")))
     return "\n\n".join(parts) + "\n"
 
 
-def origin(manifest: dict, log: dict) -> str:
+def origin(manifest: dict, log: dict, data: Path) -> str:
     rows = [["weights and drafts", f"{manifest['bytes']:,} bytes, in `k3cuda/data/demo`; SHA-256 of each file in its manifest"],
             ["licence", manifest["license"]],
             ["trained by", f"`scripts/train_demo.py` of commit {manifest['commit']}, seed {manifest['seed']}, {manifest['steps']} steps"],
             ["took", f"{log['seconds']:.0f} s, drafts and last scores included" + (f", in the last of {log['calls']} calls" if log["calls"] > 1 else "")],
             ["on", f"{manifest['gpu'] or 'a CPU'}, PyTorch {manifest['torch']}"],
+            ["runs on", f"{', '.join(map(str, legal_tps(K3Config.from_json(data / PACKAGED[DEMO].folder))))} ranks, with either draft"],
             ["meant for", "showing that it runs, and telling whether a kernel, a cache or a cut costs quality"],
             ["not meant for", "anything else: it knows nothing beyond the tasks below"]]
     return "## Origin\n\n" + table(["", ""], rows)

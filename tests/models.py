@@ -7,9 +7,12 @@ from safetensors.numpy import load_file
 from k3cuda.config import PAGE_SIZE
 from k3cuda.runtime.backend import StepRows
 from k3cuda.runtime.checkpoint import Checkpoint
+from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.numpy_backend import NumpyBackend
 
 HEADDIMS = Path(__file__).parent / "data" / "k3-headdims"
+# Over 16 ranks its heads fall into 4 pieces, the dense MLP into 2, the shared expert into 2, the experts' inner size, of three scale groups, into one.
+FEW_PIECES = made_config(num_attention_heads=4, head_dim=64, v_head_dim=64, intermediate_size=96, moe_intermediate_size=96)
 PAGES_A_SLOT = 2  # 128 tokens: the goldens have 16, the rest is room for batches that cross a page
 
 

@@ -9,11 +9,15 @@ from k3cuda.runtime.demo_tasks import held_out_lines
 from k3cuda.runtime.evaluation import compare, read_items, run
 from k3cuda.runtime.named_models import DEMO_DRAFTS
 from k3cuda.runtime.scorers import SCORERS
+from k3cuda.weights import LEGAL_TP
 
 ALPHA = 0.05   # that any of all configurations is called another by chance
-# Cache, ranks, draft.
-CONFIGURATIONS = list(itertools.product(("bf16", "fp8_e4m3"), (1, 2, 4), (None, *DEMO_DRAFTS)))
+CACHES, DRAFTS = ("bf16", "fp8_e4m3"), (None, *DEMO_DRAFTS)
+# Backend, cache, ranks, draft. Virtual ranks have no steps in one launch, so two of them stand for all: they must say so and run as the standard path has it.
+CONFIGURATIONS = [*itertools.product(("standard",), CACHES, LEGAL_TP, DRAFTS), *itertools.product(("latency_specialized",), CACHES, (1,), DRAFTS),
+                  ("latency_specialized", "bf16", 2, None)]
 CONTEXT = 2304   # the longest prompt has 2,000 tokens
+SEQUENCES, FEW = 32, 8   # of a step; few where each has a block of rows to verify, or a step in one launch shall have them all
 
 
 def stored() -> list[dict]:
@@ -23,10 +27,11 @@ def stored() -> list[dict]:
 
 def answers(model: str, count: int, **options) -> list[dict]:
     """Greedy answers to the first `count` held-out problems, as `k3cuda eval MODEL demo` has them; `options` of LLM."""
+    batch = FEW if options.get("draft_model") or options.get("decode_backend") == "latency_specialized" else SEQUENCES
     scorer, params = SCORERS["exact"], SamplingParams(temperature=0)
     items = read_items(held_out_lines(count), "demo", scorer)
-    with LLM(model, **{"max_model_len": CONTEXT, "max_batch": 8} | options) as llm:
-        return list(run(llm, [(item, 0) for item in items], params, 0, "none", scorer, 16))
+    with LLM(model, **{"max_model_len": CONTEXT, "max_batch": batch} | options) as llm:
+        return list(run(llm, [(item, 0) for item in items], params, 0, "none", scorer, 2 * batch))
 
 
 def verdict(ours: list[dict], theirs: list[dict], among: int = len(CONFIGURATIONS)) -> str | None:

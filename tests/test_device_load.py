@@ -21,6 +21,7 @@ from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from k3cuda.weights import BY_NAME, all_weights, model_bytes, rank_bytes
+from models import FEW_PIECES
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 CFG = made_config()
@@ -47,12 +48,12 @@ def device(library):
 
 
 def check(held, coded, tp, ranks):
-    plan = build_plan(CFG, tp)
+    plan = build_plan(coded.cfg, tp)
     for arrays, rank in zip(held, ranks, strict=True):
         ops = [op for op in plan.ops if op.stage.name in PACKED]
         assert arrays.keys() == {(op.layer, op.stage.name) for op in ops}
         for op in ops:
-            want = op_arrays(op, CFG, tp, lambda name: coded.rank_slices(name, op.layer, tp, rank))
+            want = op_arrays(op, coded.cfg, tp, lambda name: coded.rank_slices(name, op.layer, tp, rank))
             got = arrays[op.layer, op.stage.name]
             assert [g.tobytes() for g in got] == [np.ascontiguousarray(w).tobytes() for w in want], (op.stage.name, op.layer, rank)
 
@@ -65,6 +66,13 @@ def test_every_array_of_every_rank(stored, coded, device, monkeypatch, mode, tp,
     check(held, coded, tp, ranks)
     small = sum(rank_bytes(w, CFG.dims(), tp) for _, w in all_weights(CFG) if device_load._is_small(w))
     assert device.copied == (model_bytes(CFG, tp) - small) * len(ranks) and loading.seconds["repack"] > 0
+
+
+@pytest.mark.parametrize("tp, ranks", [(8, range(8)), (16, range(2, 6)), (16, range(7, 8))])
+def test_ranks_without_a_piece(tmp_path, device, tp, ranks):
+    few = MadeCheckpoint(FEW_PIECES, fill="positions")
+    checkpoint = Checkpoint.open(write_checkpoint(few, tmp_path / "m"))
+    check(load_weights(build_plan(FEW_PIECES, tp), checkpoint, tp, ranks, device, Loading()), few, tp, ranks)
 
 
 def test_a_source_that_is_no_file(coded, device):

@@ -72,10 +72,10 @@ def test_check_names_everything_wrong_with_a_draft(tmp_path, draft):
     other = write_draft(MadeDraft(made_draft_json(cfg, max_position_embeddings=100), cfg), tmp_path / "other")
     assert any("speculation stops near position 100" in note for note in check("tiny-random", draft=other).notes)
     edit(other / "config.json", mask_token_id=5, markov_rank=32, target_hidden_size=128)
-    found = k3_json("check", "tiny-random", "--draft-model", other, "-k", 9, "--tp", 8, "--json", code=3)
+    found = k3_json("check", "tiny-random", "--draft-model", other, "-k", 9, "--tp", 32, "--json", code=3)
     text = json.dumps(found["findings"])
     for words in ("target_hidden_size: the draft has 128, the target 256", "with a wrong shape", "a block of 7 rows, so at most 7 drafts",
-                  "a draft model that cannot be cut over 8 ranks"):
+                  "a draft model that cannot be cut over 32 ranks"):
         assert words in text
     assert b"there is no draft model" in k3("check", "tiny-random", "-k", 3, code=2).stderr
 
@@ -106,7 +106,7 @@ def test_llm_with_a_draft_and_without_in_one_batch(draft):
 @pytest.mark.parametrize("arguments, error, words", [
     ({"num_drafts": 3}, UsageError, "num_drafts: found 3, but there is no draft model"), ({"drafts": 3}, UsageError, "'drafts' is no argument"),
     ({"draft_model": 3}, UsageError, "draft_model: found int"), ({"draft_model": "x/y"}, CheckpointError, "x/y: found no folder"),
-    ({"draft_model": "tiny-random-draft", "num_drafts": True}, UsageError, "num_drafts: found True"), ({"draft_model": "tiny-random-draft", "tp": 8}, Exception, "8 ranks"),
+    ({"draft_model": "tiny-random-draft", "num_drafts": True}, UsageError, "num_drafts: found True"), ({"draft_model": "tiny-random-draft", "tp": 32}, Exception, "tp 32 is not one of"),
     ({"draft_model": "tiny-random-draft", "draft_rows": 3}, UsageError, "draft_rows: found 3"), ({"draft_model": "tiny-random-draft", "acceptance": "synthetic"}, UsageError, "found None with acceptance 'synthetic'"),
     ({"draft_model": "tiny-random-draft", "max_batch": 9}, UsageError, "max_batch: found 9, but with 7 drafts of a block of 7 rows 64 rows hold 8 sequences"),
     ({"draft_model": "tiny-random-draft", "acceptance": "typical"}, UsageError, "acceptance: found 'typical', wanted standard, block, synthetic"),

@@ -20,6 +20,7 @@ from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.slices import HostSlices
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from k3cuda.weights import LEGAL_TP, all_weights, model_bytes, rank_slice
+from models import FEW_PIECES
 
 CFG = made_config()   # divides over 1 to 16 ranks
 SMALL_BUFFER = 4 * ALIGN   # so that tensors of the small model are cut, and blocks hold few
@@ -66,6 +67,18 @@ def test_positions_come_to_their_ranks(stored, whole, mode, capacity, tp, ranks)
     check(found, whole, tp, ranks)
     assert loading.mode == mode and loading.kept_bytes == sum(a.nbytes for a in found.values())
     assert loading.wanted_bytes == wanted_bytes(CFG, tp, ranks)
+
+
+@pytest.mark.parametrize("tp, ranks", [(8, range(8)), (16, range(16)), (16, range(3, 6)), (16, range(9, 12)), (4, range(2, 3))])
+def test_ranks_without_a_piece_get_zeros(tmp_path, tp, ranks):
+    """And read nothing for it: also a unit that nobody here has a piece of comes in its turn."""
+    few = MadeCheckpoint(FEW_PIECES, fill="positions")
+    checkpoint = Checkpoint.open(write_checkpoint(few, tmp_path / "m"))
+    found, loading = load(checkpoint, tp, ranks, BUFFERED, list(parts_of_layers(FEW_PIECES, tp, ranks, 20_000)), capacity=SMALL_BUFFER)
+    for layer, w in all_weights(FEW_PIECES):
+        want = np.stack([few.rank_slices(w, layer, tp, rank) for rank in ranks])
+        assert found[layer, w.name].tobytes() == want.tobytes() and found[layer, w.name].shape == want.shape, (layer, w.name)
+    assert loading.wanted_bytes == wanted_bytes(FEW_PIECES, tp, ranks) and (ranks.start < 4 or loading.wanted_bytes < 0.3 * checkpoint.shards.text_bytes)
 
 
 @pytest.mark.parametrize("tp, ranks", [(2, range(2)), (16, range(3, 5))])

@@ -12,6 +12,7 @@ from k3cuda.errors import ConfigError, PlanError
 from k3cuda.plan import build_plan, instance
 from k3cuda.runtime.made_config import made_config
 from k3cuda.stages import STAGES
+from models import FEW_PIECES
 
 DATAFLOW = Path(__file__).parents[1] / "docs" / "dataflow.md"
 
@@ -115,6 +116,14 @@ def test_tables_that_contradict_themselves(monkeypatch, cfg, stages_, message):
 
 def test_dataflow_page_is_the_printed_one(cfg):
     assert DATAFLOW.read_text(encoding="utf-8") == markdown(cfg), "write it again: k3cuda plan --markdown > docs/dataflow.md"
+
+
+def test_the_page_says_what_ranks_lack():
+    """And counts the bytes of what they hold in its place: one of sixteen ranks has as many of the heads' as one of four."""
+    page = markdown(FEW_PIECES, 16)
+    assert "Of 16 ranks not all have a piece of num_attention_heads (pieces: 4)" in page and "not all have" not in markdown(made_config(), 16)
+    heads = {op.stage.name: op for op in build_plan(FEW_PIECES, 16).ops if op.stage.name in ("kda_mix", "o_proj")}
+    assert all(op_bytes(FEW_PIECES, op, 16, 1) == op_bytes(FEW_PIECES, op, 4, 1) for op in heads.values())
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -72,7 +72,7 @@ def test_nothing_is_wrong(pristine):
     assert facts["bytes"] == facts["config_bytes"] == checkpoint_bytes(SMALL)
     assert facts["tensors"] == facts["config_tensors"] and facts["shards"] == 5
     assert facts["skipped_tensors"] == 9 and facts["skipped_shards"] == 2 and facts["tokenizer_ids"] == 582
-    assert facts["legal_tp"] == [1, 2] and list(facts["bytes_per_rank"]) == ["1", "2"]
+    assert facts["legal_tp"] == [1, 2, 4] and list(facts["bytes_per_rank"]) == ["1", "2", "4"]
     assert facts["bytes_per_rank"]["1"] > facts["bytes_per_rank"]["2"] > facts["bytes_per_rank"]["1"] / 2
     assert facts["bytes_per_rank"]["1"] < facts["reference_memory_bytes"] < 2.1 * facts["bytes_per_rank"]["1"]
     assert json.loads(json.dumps(report.to_dict()))["ok"] is True
@@ -108,10 +108,10 @@ def test_duplicate_tensor(folder):
     assert any("1 repeated name: a" in f.found and f.file == str(folder / shard(1)) for f in check(folder).findings)
 
 
-@pytest.mark.parametrize("tp", [0, 3, 4, 32])
+@pytest.mark.parametrize("tp", [0, 3, 8, 32])
 def test_wrong_tp(folder, tp):
     report = check(folder, tp=tp)
-    assert [f.wanted for f in report.findings] == ["a tp of 1, 2"] and str(tp) in report.findings[0].found
+    assert [f.wanted for f in report.findings] == ["a tp of 1, 2, 4"] and str(tp) in report.findings[0].found
     with pytest.raises(CheckpointError) as caught:
         report.raise_if_bad()
     assert caught.value.code == 3
@@ -191,8 +191,16 @@ def test_no_end_token_is_worth_a_note(folder):
 
 def test_tiny_random():
     report = check("tiny-random", tp=4)
-    assert report.ok and report.open().cfg.num_hidden_layers == 8 and report.facts["legal_tp"] == [1, 2, 4]
-    assert check("tiny-random", tp=8).findings[0].file == "tiny-random"
+    assert report.ok and report.open().cfg.num_hidden_layers == 8 and report.facts["legal_tp"] == [1, 2, 4, 8, 16] and not report.notes
+    assert check("tiny-random", tp=32).findings[0].file == "tiny-random"
+
+
+def test_ranks_that_outnumber_pieces_are_worth_a_note():
+    report = check("tiny-random", tp=8, draft="tiny-random-draft-gqa")
+    assert report.ok and report.facts["draft"]["legal_tp"] == [1, 2, 4, 8, 16]
+    own, drafts = (note for note in report.notes if "hold zeros" in note)
+    assert own.startswith("of 8 ranks not all have a piece of num_attention_heads (pieces: 4), moe_intermediate_size (pieces: 4): the others")
+    assert drafts.startswith("the draft model: of 8 ranks not all have a piece of num_attention_heads (pieces: 2): the others")
 
 
 def test_a_draft_is_checked_with_its_model(pristine):

@@ -68,6 +68,16 @@ def test_sixteen_processes(tmp_path):
     np.testing.assert_array_equal(logits[0].argmax(-1), logits[2].argmax(-1))
 
 
+@pytest.mark.parametrize("draft", [None, "tiny-random-draft-gqa"])
+def test_more_processes_than_heads(draft):
+    """Of the model, of experts' pieces and of its draft: the bytes of virtual ranks, and the tokens of one rank."""
+    params = SamplingParams(max_tokens=6, seed=7)
+    got, want, one = (answers("tiny-random", tp, ranks, params, draft_model=draft) for tp, ranks in ((8, "processes"), (8, "virtual"), (1, "virtual")))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[2], want[2])
+    assert got[1] == want[1] == one[1]
+
+
 def test_what_cannot_be_refused_later_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setattr("k3cuda.runtime.rank_job.Workers", lambda *args: pytest.fail("a process was started"))
     for options, kind, text in (({"tp": 3}, Exception, "1, 2, 4"), ({"tp": 2, "max_batch": 65}, UsageError, "max_batch"), ({"tp": 2, "draft_model": "/nowhere"}, Exception, "nowhere"),

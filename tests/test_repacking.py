@@ -35,8 +35,8 @@ from k3cuda.runtime.repack_manifest import MANIFEST, UNFINISHED, repack_command
 from k3cuda.runtime.repacked import RepackedModel, packed_ops
 from k3cuda.runtime.repacking import repack
 from k3cuda.runtime.write_checkpoint import write_checkpoint
-from k3cuda.weights import LEGAL_TP, all_weights, checkpoint_bytes, layer_weights, model_bytes, rank_bytes
-from models import backend, feed, open_slot
+from k3cuda.weights import BY_NAME, LEGAL_TP, all_weights, checkpoint_bytes, layer_weights, model_bytes, rank_bytes
+from models import FEW_PIECES, backend, feed, open_slot
 
 CFG = made_config()   # divides over 1 to 16 ranks
 # SHA-256 over all rank files of the position-coded model for two ranks. A byte that moves needs a new LAYOUT_VERSION, then a new line here.
@@ -96,6 +96,25 @@ def test_every_tp_gives_the_slices_and_the_logits_of_the_original(coded, stored,
         open_slot(be, 0)
         logits.append(feed(be, 0, [5, 6, 7, 8], chunks=[3, 1]))
     assert logits[0].tobytes() == logits[1].tobytes() and np.isfinite(logits[0]).all() and logits[0].std() > 0
+
+
+@pytest.mark.parametrize("tp", [8, 16])
+def test_ranks_without_a_piece(tmp_path, tp):
+    """Of heads or experts: their files hold zeros there, and what is whole is put together from the others'."""
+    few = MadeCheckpoint(FEW_PIECES, seed=3)
+    repack(write_checkpoint(few, tmp_path / "m"), tp, tmp_path / "r")
+    model = RepackedModel.open(tmp_path / "r")
+    for (layer, name), arrays in slices(model, tp, range(tp)).items():
+        assert [a.tobytes() for a in arrays] == [few.rank_slices(name, layer, tp, rank).tobytes() for rank in range(tp)], (layer, name)
+    for name in ("kda_q_proj", "kda_a_log", "o_proj", "expert_w2_scale", "shared_up_proj"):
+        expert = 3 if BY_NAME[name].per_expert else None
+        assert model.stored(BY_NAME[name], 1, expert).tobytes() == few.stored(BY_NAME[name], 1, expert).tobytes(), name
+    logits = []
+    for source in (few, model):
+        be = backend(source, tp)
+        open_slot(be, 0)
+        logits.append(feed(be, 0, [5, 6, 7, 8], chunks=[3, 1]))
+    assert logits[0].tobytes() == logits[1].tobytes()
 
 
 @pytest.mark.parametrize("mode", ["direct", "buffered", "mmap"])

@@ -24,7 +24,7 @@ def test_a_rank_of_the_release_with_one_long_context(plan):
     assert session == {"kda_state": 69 * 6 * 128 * 128 * 4, "conv_state": 69 * 3 * 3 * 768 * 2, "mla_cache": 24 * tokens * 576,
                        "page_table": 4 * tokens // PAGE_SIZE}
     chunks = 8192 // 256 + (65536 - 8192) // 512 + (tokens - 65536) // 1024
-    assert mla_work_bytes(cfg, 16, tokens // PAGE_SIZE) == chunks * 64 * 6 * (8 + 4 * 512)
+    assert mla_work_bytes(plan, tokens // PAGE_SIZE) == chunks * 64 * 6 * (8 + 4 * 512)
     assert rank_room(plan, 1, tokens, "fp8_e4m3") == arena_offsets(plan)[1] + sum(session.values()) + chunks * 64 * 6 * 2056
 
 
@@ -44,7 +44,7 @@ def test_work_space_is_counted(plan):
     """Nearly half a gigabyte where one sequence fills 8 GB."""
     fits = longest_fit(plan, int(8e9), 1, "fp8_e4m3")
     pages = fits // PAGE_SIZE
-    work, cache = mla_work_bytes(plan.cfg, 16, pages), session_bytes(plan, 1, pages, pages, "fp8_e4m3")["mla_cache"]
+    work, cache = mla_work_bytes(plan, pages), session_bytes(plan, 1, pages, pages, "fp8_e4m3")["mla_cache"]
     assert work > 0.05 * cache
 
 
@@ -70,6 +70,6 @@ def test_a_draft_takes_its_part(plan, draft):
     pages = slot_pages_of(fits, drafts)
     session = session_bytes(drafts, 8, 8 * pages, pages, "bf16")
     assert set(session) == {f"{cfg.family}_cache"} and sum(session.values()) == 8 * pages * PAGE_SIZE * cache_bytes(cfg, 16)
-    work = mla_work_bytes(cfg, 16, pages) if cfg.family == "mla" else 0
+    work = mla_work_bytes(drafts, pages) if cfg.family == "mla" else 0
     assert rank_room(beside, 8, fits, "fp8_e4m3", drafts) == (rank_room(beside, 8, fits + spare, "fp8_e4m3") + arena_offsets(drafts)[1] + sum(session.values())
                                                              + work + 2 * 64 * cfg.vocab_size * 4)

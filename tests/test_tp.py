@@ -9,7 +9,7 @@ from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.tensor_source import TensorSource
 from k3cuda.weights import rank_slice
-from models import backend, feed, golden, headdims, open_slot, relative
+from models import FEW_PIECES, backend, feed, golden, headdims, open_slot, relative
 
 LIMIT = 1e-5  # asked: ranks add partial sums in another order than one rank does
 
@@ -68,6 +68,24 @@ def test_sixteen_heads(sixteen_heads, tp):
     assert relative(logits(EachItsOwn(sixteen_heads, tp), tp, ids), want) < LIMIT
 
 
+@pytest.mark.parametrize("tp", [4, 8, 16])
+def test_more_ranks_than_pieces(tp):
+    """Those that have none hold zeros, and their states stay zero."""
+    made, ids = MadeCheckpoint(FEW_PIECES, seed=3), np.random.default_rng(tp).integers(0, 300, 21)
+    want = logits(made, 1, ids)
+    assert np.isfinite(want).all() and want.std() > 0.1 and relative(logits(EachItsOwn(made, tp), tp, ids), want) < LIMIT
+    be = backend(made, tp)
+    open_slot(be, 0)
+    feed(be, 0, ids, [len(ids)])
+    for rank, arena in enumerate(be.arenas):
+        assert arena["kda_state"].shape[2] == FEW_PIECES.dims()["kda_num_heads"] // 4
+        assert all(arena[name].any() == (rank < 4) for name in ("kda_state", "conv_state"))
+    for name, pieces in (("kda_q_proj", 4), ("kda_a_log", 4), ("o_proj", 4), ("dense_up_proj", min(tp, 2)), ("shared_down_proj", min(tp, 2)), ("expert_w1_scale", 1), ("expert_w2", 1)):
+        layer = 0 if name.startswith("dense") else 1
+        held = [made.rank_slices(name, layer, tp, rank) for rank in range(tp)]
+        assert [bool(h.any()) for h in held] == [rank < pieces for rank in range(tp)] and len({h.shape for h in held}) == 1, name
+
+
 def test_a_slice_that_is_not_owned_shows(sixteen_heads):
     """The masking above can fail: a rank that takes its neighbour's slice gives NaN."""
     swapped = EachItsOwn(sixteen_heads, 2)
@@ -88,11 +106,16 @@ def test_ranks_hold_nothing_but_their_slices(sixteen_heads):
     assert all(size(four, r, whole) == size(one, 0, whole) for r in range(4))
 
 
-def test_a_cut_through_a_scale_group_is_refused():
-    """w2 may be cut only between groups: 64 inputs are 2 groups, so 4 ranks would share a scale byte."""
-    cfg = made_config(moe_intermediate_size=2 * MXFP4_GROUP)
-    with pytest.raises(ConfigError, match="moe_intermediate_size"):
-        backend(MadeCheckpoint(cfg), 4)
+def test_no_cut_goes_through_a_scale_group():
+    """w2 is cut only between groups: 64 inputs are 2 groups, so 2 of 4 ranks have one each."""
+    made = MadeCheckpoint(made_config(moe_intermediate_size=2 * MXFP4_GROUP))
+    parts = [made.rank_slices(name, 1, 4, rank) for name in ("expert_w2", "expert_w2_scale") for rank in range(4)]
+    assert [p.shape[2] for p in parts] == [MXFP4_GROUP // 2] * 4 + [1] * 4 and [bool(p.any()) for p in parts] == [True, True, False, False] * 2
+
+
+def test_outputs_that_ranks_cannot_share_equally_are_refused():
+    with pytest.raises(ConfigError, match="vocab_size .in at most 600 pieces. cannot be cut over 16 ranks: .*; 1, 2, 4, 8 fit this model"):
+        backend(MadeCheckpoint(made_config(vocab_size=600)), 16)
 
 
 def test_bf16_mode_over_ranks(sixteen_heads):

@@ -25,7 +25,7 @@ from k3cuda.runtime.kernel_sizes import size_misfits  # noqa: E402
 from k3cuda.runtime.named_models import DEMO  # noqa: E402
 from k3cuda.runtime.tiny_random import TINY_RANDOM  # noqa: E402
 from k3cuda.runtime.tokenizer import NUM_SPECIAL, Tokenizer  # noqa: E402
-from k3cuda.weights import checkpoint_bytes, legal_cuts, legal_tps  # noqa: E402
+from k3cuda.weights import LEGAL_TP, checkpoint_bytes, legal_cuts, legal_tps  # noqa: E402
 
 
 REFERENCE_TESTS = (ROOT / "tests/test_reference.py").read_text(encoding="utf-8")
@@ -36,13 +36,13 @@ def rows():
     return Rows(train_tokenizer())
 
 
-def test_sizes_fit_the_package_the_kernels_and_four_ranks(rows):
+def test_sizes_fit_the_package_the_kernels_and_every_number_of_ranks(rows):
     cfg = config("demo", rows.tokenizer)
-    assert legal_tps(cfg) == [1, 2, 4] and not any(size_misfits(cfg, tp) for tp in legal_tps(cfg))
+    assert legal_tps(cfg) == list(LEGAL_TP) and not any(size_misfits(cfg, tp) for tp in legal_tps(cfg))
     size = checkpoint_bytes(cfg)
     for family in (MLA, GQA):
         draft = DraftConfig.from_json(draft_json(family, cfg, rows.tokenizer), cfg)
-        assert legal_cuts(cut_weights(draft), draft.dims()) == [1, 2, 4] and no_kernels(draft) is None
+        assert legal_cuts(cut_weights(draft), draft.dims()) == list(LEGAL_TP) and no_kernels(draft) is None
         size += draft_bytes(draft, 1)
     assert size < MOST_BYTES - 200_000   # of headers and small files
 

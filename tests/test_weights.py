@@ -8,7 +8,8 @@ from k3cuda.config import K3Config
 from k3cuda.errors import ConfigError
 from k3cuda.runtime.made_config import made_config
 from k3cuda.weights import (BY_NAME, DTYPE_BYTES, LEGAL_TP, WEIGHTS, check_tp, checkpoint_bytes, checkpoint_key, expected_tensors,
-                            layer_weights, legal_tps, model_bytes, rank_bytes, rank_slice, stored_shapes)
+                            layer_weights, legal_tps, model_bytes, num_pieces, outnumbered, padded_dims, rank_bytes, rank_slice, stored_shapes)
+from models import FEW_PIECES
 from real_config import real_config
 
 REAL = K3Config.from_json(real_config())
@@ -61,8 +62,8 @@ def test_bytes_a_rank():
 
 def test_legal_tp():
     assert legal_tps(REAL) == legal_tps(made_config()) == [1, 2, 4, 8, 16]
-    assert legal_tps(made_config(num_attention_heads=4, head_dim=64, v_head_dim=64)) == [1, 2, 4]
-    assert legal_tps(made_config(moe_intermediate_size=96)) == [1]  # three scale groups: no two ranks get whole ones
+    assert legal_tps(FEW_PIECES) == [1, 2, 4, 8, 16]
+    assert legal_tps(made_config(vocab_size=600)) == [1, 2, 4, 8] and legal_tps(made_config(q_lora_rank=17)) == [1]
     for tp in (1, 2, 4, 8, 16):
         check_tp(REAL, tp)
 
@@ -74,13 +75,25 @@ def test_illegal_tp_names_what_fits(tp):
 
 
 def test_tp_that_this_model_cannot_have():
-    cfg = made_config(num_attention_heads=4, head_dim=64, v_head_dim=64)
-    with pytest.raises(ConfigError, match="num_attention_heads.* over 8 ranks; 1, 2, 4 fit this model") as caught:
-        check_tp(cfg, 8)
+    with pytest.raises(ConfigError, match="num_experts .* over 8 ranks: of what ranks gather each has an equal part; 1, 2, 4 fit this model") as caught:
+        check_tp(made_config(num_experts=20), 8)
     assert caught.value.code == 3
 
 
-@pytest.mark.parametrize("cfg", [REAL, made_config()], ids=["release", "made"])
+def test_what_has_fewer_pieces_than_ranks():
+    """Heads of either kind and o_proj's inputs at the same places; of a size whose sums have few leaves, no more than these."""
+    dims = made_config(num_attention_heads=12, num_heads=6, head_dim=128, v_head_dim=64, qk_nope_head_dim=64, intermediate_size=48).dims()
+    by_heads = [w for w in WEIGHTS if w.cut and ("num_attention_heads", 0) in w.cut.limits]
+    assert {w.name for w in by_heads} >= {"o_proj", "kda_q_proj", "kda_a_log", "mla_kv_b_proj"} and {num_pieces(w, dims, 16) for w in by_heads} == {2}
+    assert num_pieces(BY_NAME["dense_up_proj"], dims, 8) == num_pieces(BY_NAME["dense_down_proj"], dims, 8) == 1
+    assert num_pieces(BY_NAME["router"], dims, 16) == 16 and num_pieces(BY_NAME["mlp_res_norm"], dims, 16) == 1
+    padded = padded_dims(dims, 16)
+    assert (padded["num_attention_heads"], padded["kda_num_heads"], padded["kda_dim"], padded["intermediate_size"]) == (96, 48, 8 * 768, 16 * 48)
+    assert padded_dims(padded, 16) == padded and padded_dims(DIMS, 16) == DIMS
+    assert "num_attention_heads (pieces: 2), intermediate_size (pieces: 1)" in outnumbered(WEIGHTS, dims, 16) and outnumbered(WEIGHTS, DIMS, 16) == ""
+
+
+@pytest.mark.parametrize("cfg", [REAL, made_config(), FEW_PIECES], ids=["release", "made", "few pieces"])
 @pytest.mark.parametrize("tp", LEGAL_TP)
 def test_slices_cover_every_weight_once(cfg, tp):
     dims = cfg.dims()
@@ -92,7 +105,7 @@ def test_slices_cover_every_weight_once(cfg, tp):
             assert slices == [tuple(slice(0, dims[n]) for n in w.shape)] * tp
             continue
         ends = [part[w.cut.axis] for part in slices]
-        assert ends[0].start == 0 and ends[-1].stop == dims[w.shape[w.cut.axis]]
+        assert ends[0].start == 0 and ends[num_pieces(w, dims, tp) - 1].stop == dims[w.shape[w.cut.axis]]
         assert all(a.stop == b.start for a, b in pairwise(ends))
 
 

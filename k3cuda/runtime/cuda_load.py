@@ -100,6 +100,9 @@ class CudaLoadDevice:
         mine.stream.synchronize()
         mine.used = 0
 
+    def clear(self, address: int, nbytes: int) -> None:
+        cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
+
     def upload(self, out: cupy.ndarray, values: np.ndarray) -> None:
         out.set(values)
 

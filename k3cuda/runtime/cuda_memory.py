@@ -84,8 +84,8 @@ class RankMemory:
             raise PlanError(f"memory of a draft lacks {', '.join(missing)}, which its target lends")
         self.mla_partials, self.mla_work, self.mla_map = 0, None, None
         if "mla_cache" in self.session:
-            self.mla_partials = mla_partials(plan.cfg, plan.tp, slot_pages, plan.dcp)
-            self.mla_work = cupy.zeros(mla_work_bytes(plan.cfg, plan.tp, slot_pages, plan.dcp), cupy.uint8)
+            self.mla_partials = mla_partials(plan, slot_pages)
+            self.mla_work = cupy.zeros(mla_work_bytes(plan, slot_pages), cupy.uint8)
             self.mla_map = _tensor_map(self.session["mla_cache"], self.dims["mla_cache_dim"] * KV_BYTES[kv_cache_dtype], 64 * KV_BYTES[kv_cache_dtype])
         self.weights: dict[tuple[int | None, str], list] = {}
 

@@ -8,9 +8,8 @@ from .. import packing
 from ..packing import PACKED, Packed
 from ..plan import Op
 from ..reference.mxfp4 import dequantize
-from ..weights import BY_NAME
+from ..weights import BY_NAME, rank_shape
 from .repack import unpack_bf16, unpack_mxfp4
-from .slices import slice_shape
 from .unpack import Tiles, tiles_in
 
 
@@ -35,7 +34,7 @@ class Unpacked:
         first = p.sources[0]
         if p.how == packing.PLAIN:
             values = array.view(cp.float32).get() if BY_NAME[first].dtype == "F32" else f32(array.view(cp.uint16))
-            return {first: values.reshape(slice_shape(BY_NAME[first], self.cfg.dims(), self.tp))}
+            return {first: values.reshape(rank_shape(BY_NAME[first], self.cfg.dims(), self.tp))}
         if p.how == packing.FOLDED:   # only their product is ever used
             product = array.view(cp.float32).get()
             return {first: np.ones_like(product), p.sources[1]: product}

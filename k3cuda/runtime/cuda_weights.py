@@ -14,7 +14,7 @@ from ..draft_weights import BY_NAME as DRAFT_WEIGHT
 from ..draft_weights import is_shared
 from ..packing import DRAFT_PACKED, PACKED, Packed
 from ..plan import Op, Plan
-from ..weights import BY_NAME, rank_bytes
+from ..weights import BY_NAME, rank_bytes, rank_shape
 from .machine import host
 from .repack import TILE_ROWS, join, leaf_bytes, pack_bf16, pack_mxfp4, tiles_of
 
@@ -79,11 +79,11 @@ def packed_bytes(p: Packed, cfg: K3Config | DraftConfig, tp: int, weights: dict 
         return rank_bytes(weights[p.sources[0]], dims, tp) * (2 if p.how == packing.FOLDED else 1)
     if p.how in (packing.HEADS, packing.HEADS_TURNED):
         rows, k = (cfg.v_head_dim, cfg.kv_lora_rank) if p.how == packing.HEADS else (cfg.kv_lora_rank, cfg.qk_nope_head_dim)
-        return cfg.num_attention_heads // tp * _tiled(rows, k)
+        return rank_shape(weights[p.sources[0]], dims, tp)[0] // (cfg.qk_nope_head_dim + cfg.v_head_dim) * _tiled(rows, k)
     total = 0
     for name in p.sources:
         w = weights[name]
-        rows, k = (dims[n] // (tp if w.cut.axis == i else 1) for i, n in enumerate(w.shape))
+        rows, k = rank_shape(w, dims, tp)
         if w.mxfp4:
             leaves, groups = packing.leaves_and_steps(name, cfg, tp)
             total += cfg.num_experts * tiles_of(rows) * leaves * leaf_bytes(groups)

@@ -1,4 +1,5 @@
 """A checkpoint's slices into a device's memory and there into kernel order, unit by unit. What touches a device is behind `Device`."""
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -6,7 +7,7 @@ import numpy as np
 from ..errors import CheckpointError, OutOfMemory
 from ..packing import FOLDED, PACKED, PLAIN, Packed
 from ..plan import Plan
-from ..weights import Weight, checkpoint_key
+from ..weights import Weight, checkpoint_key, rank_shape
 from .checkpoint import Checkpoint
 from .cuda_weights import packed_array, packed_bytes, plan_bytes
 from .load_plan import Segment, Unit, parts_of_layers, row_bytes
@@ -14,7 +15,7 @@ from .loader import AHEAD
 from .loading import Loading
 from .repack import MAX_SCALE_CODE
 from .repack_calls import MXFP4, Call, calls_of
-from .slices import HostSlices, bad_values, check_values, is_never_zero, slice_shape
+from .slices import HostSlices, bad_values, check_values, is_never_zero, ranks_with_piece
 
 STAGING_BYTES = 512 << 20   # of one unit's raw slices on the device
 _ALIGN = 512
@@ -30,6 +31,7 @@ class Device(Protocol):
     def bounce(self, nbytes: int) -> np.ndarray: "A piece of the same, of the thread's own, until it flushes."
     def copy(self, address: int, view: np.ndarray) -> None: "Begins to copy host memory to the device, in the calling thread's order."
     def flush(self) -> None: "Waits for what the calling thread copies."
+    def clear(self, address: int, nbytes: int) -> None: "Zeros into staging, in the order of `launch`."
     def upload(self, out, values: np.ndarray) -> None: "Host memory to an array, at once."
     def copy_within(self, out, address: int) -> None: "Staging to an array, in the order of `launch`."
     def launch(self, call: Call, source: int, scales: int, out, offset: int) -> None: "One kernel; it writes from `offset` on."
@@ -41,15 +43,18 @@ class DeviceSlices:
 
     def __init__(self, unit: Unit, cfg, tp: int, ranks: range, device: Device):
         self.unit, self.ranks, self._device, dims = unit, ranks, device, cfg.dims()
-        self._tp, self._place, size = tp, {}, 0
+        self._place, self._with_piece, size = {}, {w.name: ranks_with_piece(w, dims, tp, ranks) for w in unit.weights}, 0
         for w in unit.weights:
             if not _is_small(w):
-                rows, nbytes = slice_shape(w, dims, tp)[0], row_bytes(w, dims) // (tp if w.cut and w.cut.axis else 1)
+                rows, nbytes = rank_shape(w, dims, tp)[0], row_bytes(w, dims, tp)
                 experts = len(unit.experts) if w.count else 1
                 self._place[w.name] = (size, experts, rows, nbytes)
                 size += -(-len(ranks) * experts * rows * nbytes // _ALIGN) * _ALIGN
         self.host = HostSlices(Unit(unit.layer, tuple(w for w in unit.weights if _is_small(w)), unit.experts), dims, tp, ranks)
         self._memory = device.staging(size) if size else None
+        for name, (_, *each) in self._place.items():
+            if idle := len(ranks) - self._with_piece[name]:
+                device.clear(self.address(name, self._with_piece[name]), idle * prod(each))
         self._alive: set[tuple[str, int]] = set()   # (weight, rank) of which something was not zero
 
     def address(self, name: str, rank: int, expert: int = 0, row: int = 0) -> int:
@@ -68,9 +73,10 @@ class DeviceSlices:
             for rank in range(len(self.ranks)):
                 self._copy(segment.weight, rank, expert, segment.first_row, view)
         elif cut.axis:
-            own = view.reshape(segment.rows, -1)[:, self.ranks.start * nbytes:self.ranks.stop * nbytes]
-            gathered = self._device.bounce(own.size).reshape(len(self.ranks), segment.rows, nbytes)
-            gathered[...] = own.reshape(segment.rows, len(self.ranks), nbytes).transpose(1, 0, 2)
+            first, count = self.ranks.start, self._with_piece[name]
+            own = view.reshape(segment.rows, -1)[:, first * nbytes:(first + count) * nbytes]
+            gathered = self._device.bounce(own.size).reshape(count, segment.rows, nbytes)
+            gathered[...] = own.reshape(segment.rows, count, nbytes).transpose(1, 0, 2)
             for rank, rows in enumerate(gathered):
                 self._copy(segment.weight, rank, expert, segment.first_row, rows.reshape(-1))
         else:

@@ -5,7 +5,7 @@ from operator import itemgetter
 from typing import Iterator, NamedTuple
 
 from ..config import K3Config
-from ..weights import DTYPE_BYTES, Weight, checkpoint_keys, layer_weights, rank_bytes
+from ..weights import DTYPE_BYTES, Weight, checkpoint_keys, layer_weights, num_pieces, rank_bytes, rank_shape
 from .safetensors_file import SafetensorsFile
 
 BLOCK_BYTES = 32 << 20  # of one buffer: large enough for the full speed of a disk, small enough that sixteen are no burden
@@ -74,16 +74,16 @@ def parts_of_layers(cfg: K3Config, tp: int, ranks: range, most: int) -> Iterator
 
 
 def wanted_rows(weight: Weight, dims: dict[str, int], tp: int, ranks: range) -> range:
-    """Rows of one tensor that some of `ranks` holds a part of; a weight cut by columns is wanted whole."""
-    rows = dims[weight.shape[0]]
+    """Rows of one tensor that some of `ranks` holds a part of; a weight cut by columns is wanted whole. None where no rank has a piece."""
+    rows, pieces = dims[weight.shape[0]], num_pieces(weight, dims, tp)
     if weight.cut is None or weight.cut.axis:
-        return range(rows)
-    return range(rows // tp * ranks.start, rows // tp * ranks.stop)
+        return range(rows if weight.cut is None or ranks.start < pieces else 0)
+    return range(rows // pieces * min(ranks.start, pieces), rows // pieces * min(ranks.stop, pieces))
 
 
-def row_bytes(weight: Weight, dims: dict[str, int]) -> int:
-    """Bytes of one row of one tensor; what has one axis is a column of rows."""
-    return prod(dims[name] for name in weight.shape[1:]) * DTYPE_BYTES[weight.dtype]
+def row_bytes(weight: Weight, dims: dict[str, int], tp: int = 1) -> int:
+    """Bytes of one row of one tensor, or of a rank's part of the row; what has one axis is a column of rows."""
+    return prod(rank_shape(weight, dims, tp)[1:]) * DTYPE_BYTES[weight.dtype]
 
 
 def wanted_bytes(cfg: K3Config, tp: int, ranks: range) -> int:

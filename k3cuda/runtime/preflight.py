@@ -8,7 +8,7 @@ from ..draft_config import DraftConfig, misfits
 from ..draft_weights import cut_weights, draft_bytes, num_parameters
 from ..emit import no_kernels
 from ..errors import CheckpointError, ConfigError, OutOfMemory
-from ..weights import check_tp, checkpoint_bytes, legal_cuts, legal_tps, model_bytes, num_tensors
+from ..weights import WEIGHTS, check_tp, checkpoint_bytes, legal_cuts, legal_tps, model_bytes, num_tensors, outnumbered
 from .checkpoint import CONFIG, Survey
 from .draft_checkpoint import DraftCheckpoint, DraftSurvey, DraftTensors
 from .findings import Finding, error_of
@@ -90,6 +90,8 @@ def check(path, tp: int | None = None, draft=None, is_reference: bool = True, nu
         _add_sizes(report, cfg)
         _check_tp(report, cfg, tp, folder)
         tp = tp or (report.survey and report.survey.tp) or 1
+        tables = [("", WEIGHTS, cfg), *([("the draft model: ", cut_weights(drafts), drafts)] if drafts else [])]
+        report.notes += [what + text for what, table, of in tables if (text := outnumbered(table, of.dims(), tp))]
         _check_memory(report, cfg, tp, is_reference, drafts)
         if folder:
             _check_tokenizer(report, cfg, folder)

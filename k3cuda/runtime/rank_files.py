@@ -10,10 +10,9 @@ from typing import Iterator
 from ..config import K3Config
 from ..packing import FOLDED, PACKED, PLAIN, Packed
 from ..plan import Plan
-from ..weights import BY_NAME, rank_bytes
+from ..weights import BY_NAME, rank_bytes, rank_shape
 from .cuda_weights import packed_bytes
 from .load_plan import Unit
-from .slices import slice_shape
 from .write_checkpoint import header_bytes
 
 LAYOUT_VERSION = 1   # of the bytes in a rank file: whatever moves one of them makes a new version
@@ -45,7 +44,7 @@ def stored_entry(p: Packed, cfg: K3Config, tp: int) -> tuple[str, tuple[int, ...
     """(dtype, shape) of an array in a rank's file."""
     if p.how == PLAIN:
         weight = BY_NAME[p.sources[0]]
-        return weight.dtype, slice_shape(weight, cfg.dims(), tp)
+        return weight.dtype, rank_shape(weight, cfg.dims(), tp)
     return "U8", (packed_bytes(p, cfg, tp),)
 
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from .. import packing
 from ..config import K3Config
 from ..packing import Packed
-from ..weights import BY_NAME
+from ..weights import BY_NAME, rank_shape
 from .repack import LANES, MAX_SCALE_CODE, SCALE_SHIFT, leaf_bytes, tiles_of
-from .slices import slice_shape
 
 BF16, MXFP4 = "repack_bf16", "repack_mxfp4"
 
@@ -40,7 +39,7 @@ def calls_of(p: Packed, cfg: K3Config, tp: int, experts: int) -> list[Call]:
         calls = []
         for i, name in enumerate(p.sources):
             leaves, groups = packing.leaves_and_steps(name, cfg, tp)
-            rows = slice_shape(BY_NAME[name], dims, tp)[0]
+            rows = rank_shape(BY_NAME[name], dims, tp)[0]
             ints = (experts, rows, leaves, groups, SCALE_SHIFT, MAX_SCALE_CODE, len(p.sources))
             calls.append(Call(MXFP4, name, 0, i * leaves * leaf_bytes(groups), ints))
         return calls
@@ -48,7 +47,7 @@ def calls_of(p: Packed, cfg: K3Config, tp: int, experts: int) -> list[Call]:
     in_turn = p.sources[-2:] if p.how == packing.PAIRS else ()
     calls, tile = [], 0
     for name in (*in_turn, *(n for n in p.sources if n not in in_turn)):
-        rows, k = slice_shape(BY_NAME[name], dims, tp)
+        rows, k = rank_shape(BY_NAME[name], dims, tp)
         step = len(in_turn) if name in in_turn else 1
         first = in_turn.index(name) if name in in_turn else tile
         calls.append(Call(BF16, name, 0, first * leaves * steps * LANES * 16, (1, rows, leaves, steps, 0, step), (0, k, 1)))
@@ -58,7 +57,7 @@ def calls_of(p: Packed, cfg: K3Config, tp: int, experts: int) -> list[Call]:
 
 def _heads(p: Packed, cfg: K3Config, tp: int) -> Call:
     name, = p.sources
-    rows, rank = slice_shape(BY_NAME[name], cfg.dims(), tp)
+    rows, rank = rank_shape(BY_NAME[name], cfg.dims(), tp)
     keys, values = cfg.qk_nope_head_dim, cfg.v_head_dim
     of_head, heads = keys + values, rows // (keys + values)
     turned = p.how == packing.HEADS_TURNED

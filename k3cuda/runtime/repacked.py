@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import CheckpointError, ConfigError
 from ..packing import FOLDED, PACKED, Packed
 from ..plan import Plan, build_plan
-from ..weights import BY_NAME, Weight, check_tp, stored_shapes
+from ..weights import BY_NAME, Weight, check_tp, num_pieces, rank_shape, stored_shapes
 from .checkpoint import Survey
 from .cuda_weights import packed_array, packed_bytes
 from .findings import Finding
@@ -19,7 +19,7 @@ from .rank_files import layers_of, rank_file, rank_header, stored_arrays
 from .repack_manifest import MANIFEST, UNFINISHED, read_manifest, repack_command
 from .safetensors_file import SafetensorsFile, numpy_dtype
 from .shards import Shards
-from .slices import bad_values, slice_shape, trouble_of
+from .slices import bad_values, trouble_of
 from .tensor_source import TensorSource
 from .tokenizer import Tokenizer
 from .unpack import unpacked
@@ -205,7 +205,7 @@ class RepackedModel(TensorSource):
         return unpacked(arrays, parts, self.cfg, tp)[weight.name]
 
     def stored(self, weight: Weight, layer: int | None, expert: int | None) -> np.ndarray:
-        parts = [self.rank_slices(weight, layer, self.tp, rank) for rank in (range(self.tp) if weight.cut else (0,))]
+        parts = [self.rank_slices(weight, layer, self.tp, rank) for rank in range(num_pieces(weight, self._dims, self.tp))]
         parts = [part if expert is None else part[expert] for part in parts]
         whole = np.concatenate(parts, axis=weight.cut.axis) if weight.cut else parts[0]
         shape = stored_shapes(weight, self._dims)[0]
@@ -233,7 +233,7 @@ def packed_ops(plan: Plan, model: RepackedModel, rank: int, loading) -> Iterator
 
         def read(name):   # the factors of a folded product
             weight = BY_NAME[name]
-            return held[name].view(numpy_dtype(weight.dtype)).reshape(slice_shape(weight, model.cfg.dims(), plan.tp))
+            return held[name].view(numpy_dtype(weight.dtype)).reshape(rank_shape(weight, model.cfg.dims(), plan.tp))
 
         for op in plan.ops:
             if op.layer == unit.layer and (packed := PACKED.get(op.stage.name)):

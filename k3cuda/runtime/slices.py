@@ -4,7 +4,7 @@ from math import prod
 import numpy as np
 
 from ..errors import CheckpointError
-from ..weights import DTYPE_BYTES, Weight, checkpoint_key, rank_slice
+from ..weights import DTYPE_BYTES, Weight, checkpoint_key, num_pieces, rank_shape
 from .load_plan import Segment, Unit
 from .safetensors_file import numpy_dtype
 
@@ -15,9 +15,10 @@ class HostSlices:
     """Arrays of one unit.
 
     Args:
-        memory: uint8 [`slices_bytes`] that holds them; None: memory of their own.
+        memory: uint8 [`slices_bytes`] that holds them, zeros before anything is put there; None: memory of their own.
     Attributes:
-        arrays: weight name -> [ranks, (experts of the unit,) rows, columns ..] in the stored dtype, as `rank_slices` gives them.
+        arrays: weight name -> [ranks, (experts of the unit,) rows, columns ..] in the stored dtype, as `rank_slices` gives them: zeros of a rank that has no
+            piece.
     """
 
     def __init__(self, unit: Unit, dims: dict[str, int], tp: int, ranks: range, memory: np.ndarray | None = None):
@@ -27,7 +28,11 @@ class HostSlices:
             shape, dtype = _shape(w, unit, dims, tp, ranks), numpy_dtype(w.dtype)
             nbytes = prod(shape) * dtype.itemsize
             self.arrays[w.name] = array = np.empty(shape, dtype) if memory is None else memory[at:at + nbytes].view(dtype).reshape(shape)
-            self._bytes[w.name] = array.view(np.uint8).reshape(len(ranks), len(unit.experts) if w.count else 1, slice_shape(w, dims, tp)[0], -1)
+            bytes_of = array.view(np.uint8).reshape(len(ranks), len(unit.experts) if w.count else 1, rank_shape(w, dims, tp)[0], -1)
+            with_piece = ranks_with_piece(w, dims, tp, ranks)
+            self._bytes[w.name] = bytes_of[:with_piece]
+            if memory is None:
+                array[with_piece:] = 0
             at += -(-nbytes // _ALIGN) * _ALIGN
 
     def put(self, segment: Segment, view: np.ndarray) -> None:
@@ -45,16 +50,16 @@ def slices_bytes(unit: Unit, dims: dict[str, int], tp: int, ranks: range) -> int
 
 
 def _shape(w: Weight, unit: Unit, dims: dict[str, int], tp: int, ranks: range) -> tuple[int, ...]:
-    return len(ranks), *((len(unit.experts),) if w.count else ()), *slice_shape(w, dims, tp)
+    return len(ranks), *((len(unit.experts),) if w.count else ()), *rank_shape(w, dims, tp)
 
 
-def slice_shape(weight: Weight, dims: dict[str, int], tp: int) -> tuple[int, ...]:
-    """The shape of one rank's part of one tensor."""
-    return tuple(part.stop - part.start for part in rank_slice(weight, dims, tp, 0))
+def ranks_with_piece(weight: Weight, dims: dict[str, int], tp: int, ranks: range) -> int:
+    """How many of `ranks` of `tp` have a piece of a weight, the first ones: all of one that is not cut."""
+    return len(ranks) if weight.cut is None else max(0, min(ranks.stop, num_pieces(weight, dims, tp)) - ranks.start)
 
 
 def share_out(parts: np.ndarray, segment: Segment, view: np.ndarray, first_rank: int) -> None:
-    """Copies whole rows of a tensor to the parts of ranks: uint8 [ranks, rows of a part, bytes of its row], the first being `first_rank`'s."""
+    """Copies whole rows of a tensor to the parts of ranks with a piece: uint8 [ranks, rows of a part, bytes of its row], the first being `first_rank`'s."""
     rows, first, cut = segment.rows, segment.first_row, segment.weight.cut
     source, (ranks, part_rows, part_bytes) = view.reshape(rows, -1), parts.shape
     if cut is None:

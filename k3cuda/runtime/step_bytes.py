@@ -5,7 +5,7 @@ from ..buffers import BY_NAME as BUFFER
 from ..buffers import DTYPE_BYTES, KV_BYTES
 from ..dataflow import op_bytes
 from ..plan import Op, Plan
-from ..weights import BY_NAME, rank_bytes
+from ..weights import BY_NAME, padded_dims, rank_bytes
 
 STATES = ("kda_mix", "kda_commit")   # stages that read the KDA states of every sequence
 
@@ -48,5 +48,5 @@ class StepBytes:
     def states(self) -> int:
         """KDA states of one layer and every sequence."""
         dims, state = self.plan.cfg.dims(), BUFFER["kda_state"]
-        each = dims["kda_num_heads"] // self.plan.tp * dims["kda_head_dim"] ** 2 * DTYPE_BYTES[state.dtype]
+        each = padded_dims(dims, self.plan.tp)["kda_num_heads"] // self.plan.tp * dims["kda_head_dim"] ** 2 * DTYPE_BYTES[state.dtype]
         return each * self.sequences

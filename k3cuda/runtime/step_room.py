@@ -1,8 +1,7 @@
 """How many bytes of a GPU a rank needs beside its weights, and the longest context that fits. No device is needed to know it."""
 from ..buffers import buffer_bytes
-from ..config import DECODE_ROWS, PAGE_SIZE, K3Config
+from ..config import DECODE_ROWS, PAGE_SIZE
 from ..context_split import page_tokens
-from ..draft_config import DraftConfig
 from ..draft_plan import DraftPlan
 from ..emit import arena_offsets
 from ..plan import Plan
@@ -31,14 +30,14 @@ def mla_chunks(length: int) -> int:
     return count
 
 
-def mla_partials(cfg: K3Config | DraftConfig, tp: int, slot_pages: int, dcp: int = 1) -> int:
-    """Partial results of the split context that one launch can have at most: of every chunk of a whole context and row, for the heads of `dcp` ranks."""
-    return mla_chunks(slot_pages * PAGE_SIZE) * DECODE_ROWS * (cfg.num_attention_heads // tp) * dcp
+def mla_partials(plan: Plan | DraftPlan, slot_pages: int) -> int:
+    """Partial results of the split context that one launch can have at most: of every chunk of a whole context and row, for the heads of a group's ranks."""
+    return mla_chunks(slot_pages * PAGE_SIZE) * DECODE_ROWS * (tables_of(plan).dims["num_attention_heads"] // plan.tp) * plan.dcp
 
 
-def mla_work_bytes(cfg: K3Config | DraftConfig, tp: int, slot_pages: int, dcp: int = 1) -> int:
+def mla_work_bytes(plan: Plan | DraftPlan, slot_pages: int) -> int:
     """Bytes of `Step.mla_work`: of every partial a maximum, a sum, and a latent."""
-    return mla_partials(cfg, tp, slot_pages, dcp) * (8 + 4 * cfg.kv_lora_rank)
+    return mla_partials(plan, slot_pages) * (8 + 4 * plan.cfg.kv_lora_rank)
 
 
 def slot_pages_of(tokens: int, draft: DraftPlan | None = None, dcp: int = 1) -> int:
@@ -65,7 +64,7 @@ def accept_work_bytes(vocab_size: int) -> int:
 def _memory_bytes(plan: Plan | DraftPlan, slots: int, slot_pages: int, kv_cache_dtype: str) -> int:
     """Of a `RankMemory`."""
     session = session_bytes(plan, slots, slots * slot_pages, slot_pages, kv_cache_dtype)
-    work = mla_work_bytes(plan.cfg, plan.tp, slot_pages, plan.dcp) if "mla_cache" in session else 0
+    work = mla_work_bytes(plan, slot_pages) if "mla_cache" in session else 0
     return arena_offsets(plan)[1] + sum(session.values()) + work
 
 

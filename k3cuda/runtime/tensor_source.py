@@ -4,7 +4,8 @@ from functools import cached_property
 import numpy as np
 
 from ..config import K3Config
-from ..weights import BY_NAME, Weight, exists_in, rank_slice
+from ..weights import BY_NAME, Weight, exists_in, num_pieces, rank_shape, rank_slice
+from .safetensors_file import numpy_dtype
 
 
 class TensorSource:
@@ -45,11 +46,16 @@ class TensorSource:
         return self._part(weight, layer, expert, tuple(slice(0, self._dims[name]) for name in weight.shape))
 
     def rank_slices(self, weight: Weight | str, layer: int | None, tp: int, rank: int) -> np.ndarray:
-        """The part of a weight that `rank` of `tp` holds, in its logical shape; experts are stacked on axis 0.
+        """The part of a weight that `rank` of `tp` holds, in its logical shape; experts are stacked on axis 0. Zeros where the rank has no piece.
 
         Of a weight that is cut by rows only those rows are read.
         """
         weight = self._table[weight] if isinstance(weight, str) else weight
+        if not self._has(weight, layer, 0 if weight.count else None):
+            raise KeyError(f"no {weight.name} at layer {layer}")
+        if weight.cut and rank >= num_pieces(weight, self._dims, tp):
+            count = (self._dims[weight.count],) if weight.count else ()
+            return np.zeros((*count, *rank_shape(weight, self._dims, tp)), numpy_dtype(weight.dtype))
         part = rank_slice(weight, self._dims, tp, rank)
         if not weight.count:
             return self._part(weight, layer, None, part)

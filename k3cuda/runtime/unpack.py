@@ -6,10 +6,9 @@ import numpy as np
 from .. import packing
 from ..config import K3Config
 from ..packing import Packed
-from ..weights import BY_NAME
+from ..weights import BY_NAME, rank_shape
 from .repack import LANES, leaf_bytes, tiles_of, unpack_bf16, unpack_mxfp4
 from .safetensors_file import numpy_dtype
-from .slices import slice_shape
 
 
 class Tiles(NamedTuple):
@@ -31,9 +30,9 @@ def tiles_in(p: Packed, array, cfg: K3Config, tp: int) -> dict[str, Tiles]:
     if p.how in (packing.HEADS, packing.HEADS_TURNED):
         rows, k = (cfg.kv_lora_rank, cfg.qk_nope_head_dim) if p.how == packing.HEADS_TURNED else (cfg.v_head_dim, cfg.kv_lora_rank)
         leaves, steps = packing.inputs_leaves_and_steps(k)
-        return {p.sources[0]: Tiles(array.view(np.uint16).reshape(cfg.num_attention_heads // tp, tiles_of(rows), leaves, steps, LANES, 8), rows, steps)}
+        return {p.sources[0]: Tiles(array.view(np.uint16).reshape(-1, tiles_of(rows), leaves, steps, LANES, 8), rows, steps)}
     leaves, steps = packing.leaves_and_steps(p.sources[-1], cfg, tp)
-    rows = {name: slice_shape(BY_NAME[name], cfg.dims(), tp)[0] for name in p.sources}
+    rows = {name: rank_shape(BY_NAME[name], cfg.dims(), tp)[0] for name in p.sources}
     if p.how in (packing.EXPERTS, packing.EXPERT_PAIRS):
         tiles = array.reshape(-1, tiles_of(rows[p.sources[0]]), len(p.sources), leaves, leaf_bytes(steps))
         return {name: Tiles(tiles[:, :, i], rows[name], steps) for i, name in enumerate(p.sources)}
@@ -61,7 +60,7 @@ def unpacked(arrays: dict[str, np.ndarray], stored: tuple[Packed, ...], cfg: K3C
         array = arrays[p.name]
         if p.how == packing.PLAIN:
             first = BY_NAME[p.sources[0]]
-            found[first.name] = array.view(numpy_dtype(first.dtype)).reshape(slice_shape(first, cfg.dims(), tp))
+            found[first.name] = array.view(numpy_dtype(first.dtype)).reshape(rank_shape(first, cfg.dims(), tp))
             continue
         for name, place in tiles_in(p, array, cfg, tp).items():
             if p.how in (packing.HEADS, packing.HEADS_TURNED):

@@ -6,7 +6,7 @@ from k3cuda.runtime.made_draft import made_draft_json
 from .vocabulary import MASK_OFFSET
 
 _HEADS = {"head_dim": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-# Two thirds of the bytes are KDA's: five matrices of hidden size x heads x 128. Four heads can be cut over four ranks; sixteen
+# Two thirds of the bytes are KDA's: five matrices of hidden size x heads x 128. Four heads are cut over four ranks, and more have zeros; sixteen
 # do not fit 16 MB even at hidden size 64. 32 experts of 25,000 weights each are 3 MB as MXFP4.
 _SIZES = {
     "demo": {"hidden_size": 192, "num_hidden_layers": 8, "num_attention_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "intermediate_size": 384,

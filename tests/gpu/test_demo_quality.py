@@ -1,4 +1,7 @@
-"""The trained demo model on the standard path: every cache, cut and draft answers as well as the reference did, and drafts and ranks change no text."""
+"""The trained demo model on a GPU: every backend, cache, cut and draft answers as well as the reference did; backends, drafts and ranks change no text.
+
+`-k 'tp16-'` and the like choose configurations; each process that has others of a cache than the plain one runs that one too.
+"""
 import functools
 import sys
 
@@ -18,15 +21,15 @@ pytestmark = [pytestmark, pytest.mark.skipif(not is_trained(), reason="no traine
 
 
 @functools.cache
-def found(kv, tp, draft):
-    return answers(DEMO, len(stored()), draft_model=draft, tp=tp, ranks="virtual", kv_cache_dtype=kv, decode_backend="standard")
+def found(backend, kv, tp, draft):
+    return answers(DEMO, len(stored()), draft_model=draft, tp=tp, ranks="virtual", kv_cache_dtype=kv, decode_backend=backend)
 
 
-@pytest.mark.parametrize("kv, tp, draft", CONFIGURATIONS)
-def test_answers_are_as_good_as_the_references(kv, tp, draft):
-    ours = found(kv, tp, draft)
+@pytest.mark.parametrize("backend, kv, tp, draft", CONFIGURATIONS, ids=[f"{backend}-{kv}-tp{tp}-{draft or 'plain'}" for backend, kv, tp, draft in CONFIGURATIONS])
+def test_answers_are_as_good_as_the_references(backend, kv, tp, draft):
+    ours = found(backend, kv, tp, draft)
     assert (trouble := verdict(ours, stored())) is None, trouble
-    texts, plain = ({a["id"]: a["text"] for a in x} for x in (ours, found(kv, 1, None)))
+    texts, plain = ({a["id"]: a["text"] for a in x} for x in (ours, found("standard", kv, 1, None)))
     assert texts == plain, [(name, texts[name], text) for name, text in plain.items() if texts[name] != text][:3]
     if draft:
         assert any(a["speculative"] and a["speculative"]["accepted"] for a in ours)

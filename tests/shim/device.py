@@ -43,6 +43,9 @@ class HostDevice:
     def flush(self):
         pass
 
+    def clear(self, address, nbytes):
+        ctypes.memset(address, 0, nbytes)
+
     def upload(self, out, values):
         assert out.nbytes == values.nbytes
         out[:] = values

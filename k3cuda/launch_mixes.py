@@ -47,11 +47,11 @@ class Mix(Kind):
     def kind(self, copy: int, most: int) -> str:
         if self.n // self.slices % VECTOR:
             raise PlanError(f"{self.name} has slices of {self.n // self.slices} values; wanted multiples of {VECTOR}")
-        return f"{self.round}<{self.shape(most)}{', true' if self.is_last else ''}>"
+        return f"LaunchMixRound<{self.round}<{self.shape(most)}{', true' if self.is_last else ''}>, {self.rank_parts}>"
 
     def shape(self, most: int) -> str:
         """Its C++ shape, of blocks that have at most `most` slices."""
-        return f"LaunchMixShape<{self.n}, {self.leaves}, {self.rank_parts}, {self.blocks}, {self.slices}, {most}>"
+        return f"LaunchMixShape<{self.n}, {self.leaves}, {self.blocks}, {self.slices}, {most}>"
 
 
 def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field | None, most_slices: int = MIX_SLICES) -> tuple[Mix, ...]:

@@ -37,10 +37,10 @@ struct LaunchExpertUp {
     const auto& list = block.choice().list;
     const Run run = run_of(list.entries);
     const u8* own = w + part(block) * kBlockLeaves * kLeafBytes;
-    producer.copies((run.end - run.begin) * kUnitCopies, kCopyBytes, kCopyBytes, phase, [](int) { return 1; }, [&](int i, int) {
-      const int u = run.begin + i / kUnitCopies, entry = u / kPairs, pair = u - entry * kPairs, tile = i % kUnitCopies / kTileCopies, j = i % kTileCopies;
-      return own + (((size_t(entry_expert(list.entry[entry])) * kPairs + pair) * 2 + tile) * kLeaves + j * kCopyLeaves) * kLeafBytes;
-    });
+    LaunchSource& s = producer.source;
+    s.which = kPairsOfEntries, s.weights = own, s.list = list.entry, s.first = run.begin, s.pairs = kPairs;
+    s.count = (run.end - run.begin) * kUnitCopies, s.bytes = s.each = kCopyBytes, s.unit_copies = kUnitCopies;
+    s.tile_bytes = 2 * kLeaves * kLeafBytes, s.leaf_shift = log2_of(kTileCopies), s.leaf_bytes = kCopyBytes, s.chunk_bytes = kLeaves * kLeafBytes;
   }
 
   template <class Block>
@@ -184,6 +184,11 @@ struct LaunchExpertDown {
   static constexpr int kGroups = kGroups_, kTiles = kTiles_, kLeafBytes = mxfp4_leaf_bytes(kGroups);
   static constexpr int kItemVectors = kGroups * 4, kItemStride = kItemVectors + (kGroups % 2 ? 0 : 4);   // neighbours lie in different banks
   static constexpr int x_vectors(int, int items) { return items * kItemStride; }
+  static constexpr LaunchGeometry geometry(int) {
+    LaunchGeometry g = {};
+    Out::describe(g);
+    return g;
+  }
   static_assert(2 * kLeafBytes <= kSlotBytes, "a copy fits a slot");
 
   struct Own { int first, tiles, per; };   // tiles of the block; entries of a copy
@@ -199,8 +204,9 @@ struct LaunchExpertDown {
     const Own own = own_of(p);
     const int entries = list.entries, each = own.tiles * kLeafBytes;
     w += own.first * kLeafBytes;
-    producer.copies((entries + own.per - 1) / own.per, own.per * each, each, phase, [&](int i) { return min_of(own.per, entries - i * own.per); },
-                    [&](int i, int j) { return w + size_t(entry_expert(list.entry[i * own.per + j])) * (kTiles * kLeafBytes); });
+    LaunchSource& s = producer.source;
+    s.which = kEntries, s.weights = w, s.list = list.entry, s.entries = entries, s.per = own.per;
+    s.count = (entries + own.per - 1) / own.per, s.bytes = own.per * each, s.each = each, s.tile_bytes = kTiles * kLeafBytes;
   }
 
   template <class Block>
@@ -246,7 +252,7 @@ struct LaunchExpertDown {
       for (int rank = 0; rank < S::kTopK; ++rank) {
         sum = fmaf(choice.factor[row * S::kTopK + rank], results[choice.order[row * S::kTopK + rank] * width + column], sum);
       }
-      Out::put(block, p, phase, row, own.first + column / kTileRows, column / 8 % 2, sum, i < block.a.rows * width, i % 8);
+      put_rows(block, p, phase, block.geometry(p), row, own.first + column / kTileRows, column / 8 % 2, sum, i < block.a.rows * width, i % 8);
     }
   }
 };

@@ -57,28 +57,47 @@ struct WarpTeam {
   K3_DEVICE void sync() const { warps_sync(1 + number(), kWarps * kWarpSize); }
 };
 
+// Sizes of a kind of phase. Kinds share their code, which finds these in shared memory. `leaves` is 0 where there is no product, `slices` where there is no mix.
+enum LaunchMore { kMoreNothing, kMoreAdds, kMoreGates };   // what its rows are added to or multiplied with
+enum LaunchAhead { kAheadBlocks = 1, kAheadSum = 2, kAheadWeight = 4 };   // what a round of a mix reads of its own: scores and closed blocks, the prefix sum, the norm's weights
+struct LaunchGeometry {
+  u8 code;                                                  // what runs it: LaunchKinds::visit
+  u8 leaves, leaf_shift, copy_shift;                        // leaves of a block; their logarithm, and that of a copy's
+  u8 chunk_steps, chunks;                                   // k-steps of a leaf that a copy brings, and how many times
+  u8 is_shared, has_own_x, more;                            // a cluster shares the tiles; every unit has an x of its own; LaunchMore
+  u8 fields, f32, to_logits, rope;                          // results: how many fields, bits of those of F32, whether they are logits, vectors behind each head's
+  u16 head_tiles, first[kMaxFields];                        // tiles of a head that has such vectors; each field's first tile
+  u16 own_vectors, more_at, in_at, unit_copies;             // vectors of a token of x; where in x what is added lies, and room of the input's own; copies of a unit
+  u8 parts, slices, ahead, pad;                             // of a mix: ranks' parts that join, slices of a row, LaunchAhead
+  u32 slice;                                                // values of one
+  u32 tile_bytes, part_bytes, copy_bytes, leaf_bytes;       // of a tile, a block's part of it, a copy; from one copy of the same chunk to the next
+};
+
 // From tile kFirst_ on, rows of a product are the next field, of F32 values or BF16.
 template <int kFirst_, bool kF32_>
 struct LaunchSegment { static constexpr int kFirst = kFirst_; static constexpr bool kF32 = kF32_; };
 
-// put: eight lanes have the rows of half `half` of a tile, one each, of result row `row`. All lanes of the warp.
-template <class Segment, class... More>
+template <class... Segment>
 struct LaunchOut {
-  static constexpr bool kF32 = Segment::kF32;
-  template <int kField = 0, class Block>
-  static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int row, int tile, int half, float v, bool live, int lane) {
-    if constexpr (sizeof...(More) > 0)
-      if (tile >= LaunchOut<More...>::kFirst) {
-        LaunchOut<More...>::template put<kField + 1>(block, p, phase, row, tile, half, v, live, lane);
-        return;
-      }
-    if constexpr (kF32) {
-      const uint4 vector = pack_floats(v, block.me.lane);
-      if (live) block.template publish<4>(p, phase, row, (tile - kFirst) * 4 + half * 2 + lane / 4, vector, lane % 4, kField);
-    } else {
-      const uint4 vector = pack_vector(v, block.me.lane);
-      if (live) block.publish(p, phase, row, (tile - kFirst) * 2 + half, vector, lane, kField);
-    }
+  static constexpr void describe(LaunchGeometry& g) {
+    static_assert(sizeof...(Segment) <= kMaxFields, "a field each");
+    ((g.first[g.fields] = Segment::kFirst, g.f32 |= Segment::kF32 << g.fields, ++g.fields), ...);
   }
-  static constexpr int kFirst = Segment::kFirst;
 };
+
+// Eight lanes have the rows of half `half` of tile `tile`, one each, of result row `row`: into their field. All lanes of the warp, which are of one tile.
+template <class Block>
+K3_DEVICE void put_rows(const Block& block, const ProgramPhase& p, int phase, const LaunchGeometry& g, int row, int tile, int half, float v, bool live, int lane) {
+  int field = 0;
+#pragma unroll 1
+  while (field + 1 < g.fields && tile >= g.first[field + 1]) ++field;
+  tile -= g.first[field];
+  const bool f32 = g.f32 >> field & 1;
+  uint4 vector;
+  int column = tile * 2 + half, lanes = 8;
+  if (f32) vector = pack_floats(v, block.me.lane), column = column * 2 + lane / 4, lanes = 4;
+  else vector = pack_vector(v, block.me.lane);
+  if (g.rope) column += tile / g.head_tiles * g.rope;   // BF16
+  const int place = g.to_logits && live ? block.state.place[row] : row;
+  if (live && place >= 0) block.publish(p, phase, place, column, vector, lane & (lanes - 1), field, lanes);
+}

@@ -78,7 +78,8 @@ struct LaunchKdaRows {
       if (lane < 3) bulk_prefetch((lane == 0 ? a.q_conv : lane == 1 ? a.k_conv : a.v_conv) + channel * kWidth, kDim * kWidth * 4);
       else if (lane == 3) bulk_prefetch(a.dt_bias + channel, kDim * 4);
       else if (lane - 4 < 3 * S::kHistory) bulk_prefetch(a.conv_state + (size_t(slot) * 3 * S::kHistory + lane - 4) * kChannels + channel, kDim * 2);
-      producer.copies(S::kTiles, 1, 0, phase, [](int) { return 0; }, [](int, int) { return (const u8*)nullptr; });
+      LaunchSource& s = producer.source;
+      s.which = kEmptySlots, s.count += S::kTiles, s.bytes = 1, s.each = 0;
     }
   }
 

@@ -32,15 +32,20 @@ struct Me {
   K3_DEVICE int thread() const { return warp * kWarpSize + lane; }
 };
 
+// A wait that took too long, in shared memory: LaunchWait (0: none did), warp, phase, detail. One of them, if there are several.
+struct __align__(16) LateWait { u32 what, warp, phase, detail; };
+
 // Where a wait that takes too long is written: {LaunchWait, block, warp, phase, detail}, the first one only. `trouble` is the host's memory,
-// which outlives the trap; `failed` is the device's, zero until then.
+// which outlives the trap; `failed` is the device's, zero until then. Who waits writes `late`, its block's; the block's janitor does the rest, since
+// all of it at each wait would be a tenth of the code.
 struct Watch {
   u32 *failed, *trouble;
-  u64 limit_ns;
-  K3_DEVICE void fail(int what, int phase, u32 detail) const {
-    if (atomicCAS(failed, 0u, u32(what)) == 0u) {
+  LateWait* late;
+  u32 limit, pad;   // of spin_clock's units
+  K3_DEVICE void fail() const {
+    if (atomicCAS(failed, 0u, 1u) == 0u) {
       volatile u32* t = trouble;
-      t[0] = what, t[1] = blockIdx.x, t[2] = Me().warp, t[3] = phase, t[4] = detail;
+      t[1] = blockIdx.x, t[2] = late->warp, t[3] = late->phase, t[4] = late->detail, t[0] = late->what;
 #ifndef K3_HOST_SHIM
       __threadfence_system();
 #endif
@@ -55,26 +60,26 @@ struct Watch {
   }
 };
 
-K3_DEVICE u64 spin_ns() {
+// The clock in units of 1,024 ns, which turns over after an hour.
+K3_DEVICE u32 spin_clock() {
 #ifdef K3_HOST_SHIM
-  return shim_clock_ns();
+  return u32(shim_clock_ns() >> 10);
 #else
-  return device_ns();
+  return u32(device_ns() >> 10);
 #endif
 }
 
 // One wait: turn() after every look that found nothing.
 struct Spin {
-  u64 start = 0;
-  u32 turns = 0;
-  K3_DEVICE void turn(const Watch& w, int what, int phase, u32 detail) {
+  u32 start = 0, turns = 0;
+  K3_DEVICE void turn(const Watch& w, u32 what, u32 phase, u32 detail) {
 #ifdef K3_HOST_SHIM
     shim_yield();
 #endif
     if (++turns % 1024) return;
-    u64 now = spin_ns();
-    if (!start) start = now;
-    else if (now - start > w.limit_ns) w.fail(what, phase, detail);
+    const u32 now = spin_clock();
+    if (turns == 1024) start = now;
+    else if (now - start > w.limit) *w.late = {what, u32(Me().warp), phase, detail};
   }
 };
 
@@ -164,6 +169,8 @@ struct LaunchState {
   volatile u32 cleaned;    // phases whose used-up slots are clean everywhere
   volatile u32 chosen;     // choices of experts that this block has made
   volatile u32 produced;   // where in shared memory the words of the producer's phase lie
+  u32 ended;               // warps that have nothing to wait for any more, but the janitor
+  LateWait late;
   int live;                // rows that choose experts: those behind them are padding
   int place[kMaxRows];     // of a row's among those whose logits are wanted; -1: they are not
 };
@@ -194,6 +201,36 @@ struct LaunchRing {
   }
 };
 
+// The copies of a phase, for the producer: `count` of them, of `bytes` (as the window counts), each in `parts` pieces of `each` bytes. What they are of:
+// tiles of the phase's program; pairs of tiles of chosen experts, counted over the list's entries; `per` entries of the list at a time; nothing, a slot alone.
+enum LaunchCopies { kTilesOfPhase, kPairsOfEntries, kEntries, kEmptySlots };
+struct LaunchSource {
+  LaunchCopies which;
+  int count;
+  u32 bytes, each;
+  const u8* weights;
+  const u32* list;                     // tiles, or entries
+  int first, pairs, entries, per;      // of kPairsOfEntries the first unit, and pairs of an expert; of kEntries how many there are, and those of a copy
+  u32 unit_copies, leaf_shift;         // of a unit; logarithm of those of a chunk
+  u32 tile_bytes, leaf_bytes, chunk_bytes;   // from tile to tile, or expert to expert; from copy to copy of a chunk; from chunk to chunk
+
+  K3_DEVICE int pieces(int i) const { return which == kEntries ? min_of(per, entries - i * per) : which != kEmptySlots; }
+  K3_DEVICE const u8* entry(int i) const { return weights + size_t(list[i] & 0xffff) * tile_bytes; }   // entry_expert
+  // Piece 0 of copy `i`.
+  K3_DEVICE const u8* from(u32 i) const {
+    if (which == kEmptySlots) return nullptr;
+    if (which == kEntries) return entry(i * per);
+    const u32 unit = i / unit_copies, j = i - unit * unit_copies;
+    u32 tile;
+    if (which == kTilesOfPhase) tile = list[unit];
+    else {
+      const u32 u = first + unit, e = u / pairs;
+      tile = (list[e] & 0xffff) * pairs + (u - e * pairs);
+    }
+    return weights + size_t(tile) * tile_bytes + (j & ((1u << leaf_shift) - 1)) * leaf_bytes + (j >> leaf_shift) * chunk_bytes;
+  }
+};
+
 // The producer's end, one warp. A lane a copy: a single thread would take as long to issue one as the memory to bring it. What it does for a copy sets
 // the pace where the L2 has the bytes, so there is little of it: where the next copies lie is worked out while these wait.
 template <class Ring>
@@ -201,12 +238,11 @@ struct LaunchProducer {
   // Lanes go as they can, none more than kLanes ahead. What a lane looks back to must not have left its slot by then: its barrier would look as
   // if it had never landed.
   static constexpr int kLanes = min_of(8, Ring::kSlots / 2), kMostAhead = Ring::kSlots - kLanes;
-  static constexpr u32 kIdleTurns = 2;   // looks at a full ring for each copy that is brought into the L2: about what the memory gives a block
   Ring& ring;
   const Watch& watch;
   u32 window;                   // bytes in flight at most
-  int prefetch;                 // copies of the same phase that are brought into the L2 while the ring is full, at most
   u32 issued = 0, choices = 0;  // copies; choices of experts that it has come by
+  LaunchSource source = {};     // of the phase that it is in
 
   // A copy whose barrier must have passed before another is issued; none if the count has not come so far.
   struct Before {
@@ -223,42 +259,37 @@ struct LaunchProducer {
     barrier_try(ring.full + barrier, parity);
   }
 
-  // Copies 0 to count - 1 of a phase, most of them of `bytes`: a slot gets pieces(i) copies of `each` bytes, number j from from(i, j).
-  template <class Pieces, class From>
-  K3_DEVICE void copies(int count, u32 bytes, u32 each, int phase, Pieces&& pieces, From&& from) {
-    const u32 most = max_of(1, min_of(kMostAhead, window / bytes));
-    int fetched = 0;
-    u32 idle = 0;
-    const int end = lane_id() < kLanes ? count : 0;
-    int next = lane_id();
-    const u8* next_source = next < end ? from(next, 0) : nullptr;
-    for (int first = 0; first < count; first += kLanes) {
-      const int i = next, parts = i < end ? pieces(i) : 0;
-      const u8* source = next_source;
-      bool mine = i < end;
-      const u32 n = issued + lane_id(), slot = n % Ring::kSlots;
-      const Before room = before(n - Ring::kSlots), landed = before(n - most);
-      next += kLanes;
-      if (next < end) next_source = from(next, 0);
-      Spin spin;
-      while (__any_sync(kFullWarp, mine)) {
-        const bool may = mine && landed.passed(ring.full), fits = may && room.passed(ring.empty);
-        if (fits) {
-          barrier_expect(ring.full + slot, parts * each);
-          for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * each, j ? from(i, j) : source, each, ring.full + slot);
-          ring.issued[slot] = n + 1;
-          mine = false;
-        } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
-        if (!K3_POLL && !prefetch && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : landed.at, may ? room.parity : landed.parity);
-        if (prefetch && __any_sync(kFullWarp, may && !fits) && ++idle % kIdleTurns == 0) {
-          fetched = max_of(fetched, first + kLanes);
-          if (fetched < min_of(count, first + kLanes + prefetch)) {
-            if (lane_id() < pieces(fetched)) bulk_prefetch(from(fetched, lane_id()), each);
-            ++fetched;
-          }
+  K3_DEVICE void copies(int phase) {
+    const LaunchSource& s = source;
+    const u32 most = max_of(1, min_of(kMostAhead, window / s.bytes));
+    const int end = lane_id() < kLanes ? s.count : 0;
+    const u8* next = nullptr;
+#pragma unroll 1
+    for (int first = -kLanes;;) {   // the round before the first one only works out where that one's copies lie
+      const int i = first + lane_id();
+      const u8* from = next;
+      if (i + kLanes < end) next = s.from(i + kLanes);
+      if (first >= 0) {
+        bool mine = i < end;
+        const int parts = mine ? s.pieces(i) : 0;
+        const u32 n = issued + lane_id(), slot = n % Ring::kSlots;
+        const Before room = before(n - Ring::kSlots), landed = before(n - most);
+        Spin spin;
+        while (__any_sync(kFullWarp, mine)) {
+          const bool may = mine && landed.passed(ring.full), fits = may && room.passed(ring.empty);
+          if (fits) {
+            barrier_expect(ring.full + slot, parts * s.each);
+#pragma unroll 1
+            for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, j ? s.entry(i * s.per + j) : from, s.each, ring.full + slot);
+            ring.issued[slot] = n + 1;
+            mine = false;
+          } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
+          if (!K3_POLL && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : landed.at, may ? room.parity : landed.parity);
         }
+        issued += min_of(kLanes, s.count - first);
       }
-      issued += min_of(kLanes, count - first);
+      first += kLanes;
+      if (first >= s.count) break;
     }
   }
 };

@@ -79,7 +79,8 @@ struct LaunchBlock {
       ring.init();
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
-      state.received = state.cleaned = state.chosen = state.ended = state.late.what = 0, state.produced = S::Pages::kFirst;
+      state.received = state.cleaned = state.chosen = state.ended = state.late.what = 0;
+      for (int i = 0; i < kProducers; ++i) state.produced[i] = S::Pages::kFirst;
       ((LaunchArgs*)(smem + S::kArgsAt))->watch.late = &state.late;
     }
     __syncthreads();
@@ -89,13 +90,13 @@ struct LaunchBlock {
   K3_DEVICE const u32* own_words() const { return a.programs + size_t(blockIdx.x) * a.words; }
 
   K3_DEVICE void produce() {
-    LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window)};
+    LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(me.warp - kConsumers), u32(a.window)};
     u32 next = S::Pages::kFirst;
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {
       const u32 at = pages.turned(next, a.watch, phase);
       __syncwarp();
-      state.produced = at;
+      state.produced[producer.number] = at;
       const ProgramPhase p(pages.words(at));
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
@@ -104,13 +105,15 @@ struct LaunchBlock {
       stamp(phase, kProduces, lane_id() == 0);
       producer.source.count = 0;
       if (geometry(p).leaves) produce_product(*this, producer, p, w);
-      else if (geometry(p).slices) fetch_mix_ahead(*this, p, w);
+      else if (geometry(p).slices) {
+        if (producer.number == 0) fetch_mix_ahead(*this, p, w);
+      }
       else S::Kinds::visit(geometry(p).code, [&](auto kind) {
         if constexpr (has_weights<decltype(kind), LaunchBlock, decltype(producer)>(0)) decltype(kind)::produce(*this, producer, p, w, phase);
       });
       if (producer.source.count) producer.copies(phase);
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
-      next = state.produced, next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
+      next = state.produced[producer.number], next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
     }
   }
 
@@ -169,7 +172,7 @@ struct LaunchBlock {
   // Whether nobody reads a page any more: neither the janitor, whose last place is `last`, nor consumers or the producer.
   K3_DEVICE bool is_left(int page, u32 last) const {
     if (pages.page(last) == page) return false;
-    const u32 at = lane_id() < kConsumers ? ((volatile ConsumerCounts*)(smem + S::kCountsAt))[lane_id()].began : state.produced;
+    const u32 at = lane_id() < kConsumers ? ((volatile ConsumerCounts*)(smem + S::kCountsAt))[lane_id()].began : state.produced[min_of(lane_id() - kConsumers, kProducers - 1)];
     return !__any_sync(kFullWarp, pages.page(at) == page);
   }
 

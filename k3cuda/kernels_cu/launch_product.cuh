@@ -23,26 +23,31 @@ K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, c
 #pragma unroll 1
   for (int chunk = 0; chunk < g.chunks; ++chunk, copy += 1u << (g.leaf_shift - g.copy_shift)) {
     const uint4* w = (const uint4*)ring.take(copy, watch, phase) + (leaf & ((1 << g.copy_shift) - 1)) * (g.chunk_steps * (kStepBytes / 16)) + me.lane;
-    uint4 w0 = w[0], w1 = {}, v = {};
     if (g.chunk_steps == 1) {
       uint2 one = {};
       if (me.lane < kTokens * 4) one = ((const uint2*)x)[me.lane];
-      mma(c, w0, one.x, one.y);
+      mma(c, w[0], one.x, one.y);
     } else {
-      w1 = w[kWarpSize];
-      if (me.lane < kTokens * 4) v = *at;
-#pragma unroll 2
-      for (int left = g.chunk_steps / 2 - 1;; --left) {   // two steps share a load of x; the next two are on their way while these multiply
-        const uint4 a = w0, b = w1, x0 = v;
+      uint4 ahead[2][3] = {};   // pairs of steps, which share a load of x: while one multiplies the next comes
+      auto load = [&](int i) {
+        ahead[i][0] = w[0], ahead[i][1] = w[kWarpSize];
+        if (me.lane < kTokens * 4) ahead[i][2] = *at;
         w += 2 * kWarpSize, at += kTokens * 4;
-        if (left > 0) {
-          w0 = w[0], w1 = w[kWarpSize];
-          if (me.lane < kTokens * 4) v = *at;
-        }
-        mma(c, a, x0.x, x0.y);
-        mma(c, b, x0.z, x0.w);
-        if (left <= 0) break;
+      };
+      auto multiply = [&](int i) {
+        mma(c, ahead[i][0], ahead[i][2].x, ahead[i][2].y);
+        mma(c, ahead[i][1], ahead[i][2].z, ahead[i][2].w);
+      };
+      load(0);
+      int left = g.chunk_steps / 2 - 1;
+#pragma unroll 1
+      for (; left >= 2; left -= 2) {
+        load(1), multiply(0);
+        load(0), multiply(1);
       }
+      if (left) load(1);
+      multiply(0);
+      if (left) multiply(1);
     }
     ring.give(copy, share, me);
   }

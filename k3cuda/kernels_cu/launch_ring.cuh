@@ -1,4 +1,4 @@
-// The weight stream of a persistent block: one producer thread fills a ring of shared memory by bulk copies in the order of the block's
+// The weight stream of a persistent block: producer warps fill a ring of shared memory by bulk copies in the order of the block's
 // program, consumer warps take single copies out of it. What is in flight is capped: loads of a hand-over would stand behind the weights
 // otherwise. Every wait is bounded: who waited for what is written to host memory, then a trap
 // ends the launch. Who looks again and again takes issue slots from the warps that multiply, so long waits sleep (K3_POLL, which
@@ -7,10 +7,10 @@
 #include "exchange.cuh"
 #include "row_shape.cuh"
 
-constexpr int kConsumers = 16;                                   // warps; behind them the producer's and the janitor's
+constexpr int kConsumers = 16;                                   // warps; behind them the producers' and the janitor's
 constexpr u32 kTakePause = 300;                                   // nanoseconds between two looks at a copy that is not issued, a microsecond before it lands
 constexpr int kAllConsumers = 15;                                 // the barrier where they all meet; groups of them have 1 to 8
-constexpr int kProducer = kConsumers, kJanitor = kConsumers + 1, kLaunchThreads = (kConsumers + 2) * kWarpSize;
+constexpr int kProducers = 3, kJanitor = kConsumers + kProducers, kLaunchThreads = (kJanitor + 1) * kWarpSize;
 
 // What a wait waits for. `detail` says which copy, vector, round or turn, but is 0 where all registers are taken and a number kept for it would
 // spill: kWaitClean, and kWaitVector of LaunchAdd.
@@ -168,7 +168,7 @@ struct LaunchState {
   volatile u32 received;   // phases whose input this block has read
   volatile u32 cleaned;    // phases whose used-up slots are clean everywhere
   volatile u32 chosen;     // choices of experts that this block has made
-  volatile u32 produced;   // where in shared memory the words of the producer's phase lie
+  volatile u32 produced[kProducers];   // where in shared memory the words of each producer's phase lie
   u32 ended;               // warps that have nothing to wait for any more, but the janitor
   LateWait late;
   int live;                // rows that choose experts: those behind them are padding
@@ -231,26 +231,31 @@ struct LaunchSource {
   }
 };
 
-// The producer's end, one warp. A lane a copy: a single thread would take as long to issue one as the memory to bring it. What it does for a copy sets
-// the pace where the L2 has the bytes, so there is little of it: where the next copies lie is worked out while these wait.
+// A producer, one warp of kProducers, which take copies in turn; a lane a copy. A copy costs a producer a quarter of a microsecond, some 75 instructions behind one another,
+// so one alone would set the pace of the stream; what a copy takes is little: where the next ones lie is worked out while these wait.
 template <class Ring>
 struct LaunchProducer {
-  // Lanes go as they can, none more than kLanes ahead. What a lane looks back to must not have left its slot by then: its barrier would look as
-  // if it had never landed.
-  static constexpr int kLanes = min_of(8, Ring::kSlots / 2), kMostAhead = Ring::kSlots - kLanes;
+  static constexpr int kLanes = min_of(8, max_of(1, Ring::kSlots / 2));   // copies that it looks after at the same time
   Ring& ring;
   const Watch& watch;
-  u32 window;                   // bytes in flight at most
-  u32 issued = 0, choices = 0;  // copies; choices of experts that it has come by
+  u32 number;                   // of the producers
+  u32 window;                   // bytes of all of them in flight at most
+  u32 issued = 0, choices = 0;  // copies of the phases before this one; choices of experts that it has come by
   LaunchSource source = {};     // of the phase that it is in
 
   // A copy whose barrier must have passed before another is issued; none if the count has not come so far.
   struct Before {
-    int at;
-    u32 parity;
-    K3_DEVICE bool passed(u64* barriers) const { return at < 0 || barrier_test(barriers + at, parity); }
+    u32 copy;
+    K3_DEVICE int slot() const { return copy % Ring::kSlots; }
+    K3_DEVICE u32 parity() const { return copy / Ring::kSlots & 1; }
+    K3_DEVICE bool none() const { return int(copy) < 0; }
   };
-  static K3_DEVICE Before before(u32 n) { return {int(n) < 0 ? -1 : int(n % Ring::kSlots), n / Ring::kSlots & 1}; }
+  // Its slot may have had another copy since, by another producer: then its barrier does not tell.
+  K3_DEVICE bool has_landed(const Before& b) const {
+    if (b.none()) return true;
+    const int since = int(ring.issued[b.slot()] - (b.copy + 1));
+    return since > 0 || (since == 0 && barrier_test(ring.full + b.slot(), b.parity()));
+  }
   // Until the first lane with a copy to issue may go on: until a barrier of its passes, counted from the first full one.
   K3_DEVICE void sleep(bool mine, int barrier, u32 parity) const {
     const int first = first_lane(__ballot_sync(kFullWarp, mine));
@@ -261,22 +266,22 @@ struct LaunchProducer {
 
   K3_DEVICE void copies(int phase) {
     const LaunchSource& s = source;
-    const u32 most = max_of(1, min_of(kMostAhead, window / s.bytes));
-    const int end = lane_id() < kLanes ? s.count : 0;
+    const u32 back = max_of(1, window / s.bytes / kProducers) * kProducers;
+    const int own = (number + kProducers - issued % kProducers) % kProducers, lane = lane_id() < kLanes ? lane_id() : s.count;
     const u8* next = nullptr;
 #pragma unroll 1
     for (int first = -kLanes;;) {   // the round before the first one only works out where that one's copies lie
-      const int i = first + lane_id();
+      const int i = (first + lane) * kProducers + own, ahead = i + kLanes * kProducers;
       const u8* from = next;
-      if (i + kLanes < end) next = s.from(i + kLanes);
+      if (ahead < s.count) next = s.from(ahead);
       if (first >= 0) {
-        bool mine = i < end;
+        bool mine = i < s.count;
         const int parts = mine ? s.pieces(i) : 0;
-        const u32 n = issued + lane_id(), slot = n % Ring::kSlots;
-        const Before room = before(n - Ring::kSlots), landed = before(n - most);
+        const u32 n = issued + i, slot = n % Ring::kSlots;
+        const Before room{n - Ring::kSlots}, landed{n - back};
         Spin spin;
         while (__any_sync(kFullWarp, mine)) {
-          const bool may = mine && landed.passed(ring.full), fits = may && room.passed(ring.empty);
+          const bool may = mine && has_landed(landed), fits = may && (room.none() || barrier_test(ring.empty + slot, room.parity()));
           if (fits) {
             barrier_expect(ring.full + slot, parts * s.each);
 #pragma unroll 1
@@ -284,12 +289,12 @@ struct LaunchProducer {
             ring.issued[slot] = n + 1;
             mine = false;
           } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
-          if (!K3_POLL && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : landed.at, may ? room.parity : landed.parity);
+          if (!K3_POLL && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + slot : landed.slot(), may ? room.parity() : landed.parity());
         }
-        issued += min_of(kLanes, s.count - first);
       }
       first += kLanes;
-      if (first >= s.count) break;
+      if (first * kProducers + own >= s.count) break;
     }
+    issued += s.count;
   }
 };

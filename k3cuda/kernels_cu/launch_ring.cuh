@@ -250,7 +250,8 @@ struct LaunchProducer {
     K3_DEVICE u32 parity() const { return copy / Ring::kSlots & 1; }
     K3_DEVICE bool none() const { return int(copy) < 0; }
   };
-  // Its slot may have had another copy since, by another producer: then its barrier does not tell.
+  // Barriers alone do not tell: other producers may be a turn of the ring ahead, or behind.
+  K3_DEVICE bool has_room(const Before& b) const { return b.none() || (ring.issued[b.slot()] == b.copy + 1 && barrier_test(ring.empty + b.slot(), b.parity())); }
   K3_DEVICE bool has_landed(const Before& b) const {
     if (b.none()) return true;
     const int since = int(ring.issued[b.slot()] - (b.copy + 1));
@@ -281,7 +282,7 @@ struct LaunchProducer {
         const Before room{n - Ring::kSlots}, landed{n - back};
         Spin spin;
         while (__any_sync(kFullWarp, mine)) {
-          const bool may = mine && has_landed(landed), fits = may && (room.none() || barrier_test(ring.empty + slot, room.parity()));
+          const bool may = mine && has_landed(landed), fits = may && has_room(room);
           if (fits) {
             barrier_expect(ring.full + slot, parts * s.each);
 #pragma unroll 1

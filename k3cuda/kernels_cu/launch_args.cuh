@@ -12,6 +12,10 @@ template <class P> P code_of(...);
 template <class P> constexpr auto geometry_of(int tokens, int) -> decltype(P::geometry(tokens)) { return P::geometry(tokens); }
 template <class P> constexpr LaunchGeometry geometry_of(int, long) { return {}; }
 
+// Bytes of shared memory that a product keeps apart for what it scales rows by.
+template <class P> constexpr auto scale_bytes_of(int tokens, int) -> decltype(P::In::scale_bytes(tokens)) { return P::In::scale_bytes(tokens); }
+template <class P> constexpr int scale_bytes_of(int, long) { return 0; }
+
 // Kinds of phases, by their place in the program's words. Those of one code have the number of the first of them.
 template <class... P>
 struct LaunchKinds {
@@ -19,6 +23,11 @@ struct LaunchKinds {
   static constexpr int x_vectors(int tokens, int items) {
     int most = 0;
     ((most = max_of(most, P::x_vectors(tokens, items))), ...);
+    return most;
+  }
+  static constexpr int scale_bytes(int tokens) {
+    int most = 0;
+    ((most = max_of(most, scale_bytes_of<P>(tokens, 0))), ...);
     return most;
   }
   template <class Code>

@@ -30,12 +30,13 @@ struct LaunchShape {
   static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
   static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
   static constexpr int kGeometryBytes = aligned16(Kinds::kCount * int(sizeof(LaunchGeometry)));
-  static constexpr int kRest = kGeometryBytes + kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
+  static constexpr int kScaleBytes = Kinds::scale_bytes(kTokens);
+  static constexpr int kRest = kGeometryBytes + kScaleBytes + kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
   static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
-  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kGeometryAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts)), kProgramAt = kGeometryAt + kGeometryBytes;
+  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kGeometryAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts)), kScaleAt = kGeometryAt + kGeometryBytes, kProgramAt = kScaleAt + kScaleBytes;
   typedef LaunchPages<kWords_, kProgramAt> Pages;
   static constexpr int kSmem = kProgramAt + Pages::kBytes;
   static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
@@ -257,13 +258,17 @@ struct LaunchBlock {
   K3_DEVICE void finished(int phase) const {
     if (me.thread() == 0) state.received = phase + 1;
   }
+  K3_DEVICE uint4* slot_out(const ProgramPhase& p) const {
+    const u32 slot = p.out();
+    return slot == kNoSlot ? a.result : a.exchange + size_t(slot) * a.slot_vectors;
+  }
   // Vector `column` of a field of result row `row`, which `lanes` lanes hold. Rows of a tile's padding end here.
   K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0, int lanes = 8) const {
     const LaunchLink& to = link(p);
     const LaunchField& f = to.out[field];
     if (column >= f.width) return;
     if (K3_PROBED && a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
-    uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;
+    uint4* slot = slot_out(p) + row * to.row + f.at;
 #pragma unroll 1
     for (int copy = lane; copy < f.copies; copy += lanes) {
       const int place = copy * f.width + column;

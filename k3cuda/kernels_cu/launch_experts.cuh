@@ -244,6 +244,7 @@ struct LaunchExpertDown {
     }
     block.counts.copies += (entries + own.per - 1) / own.per;
     warps_sync(kAllConsumers, kAll);
+    const LaunchTarget target(block, p, phase, own.first);
 #pragma unroll 1
     for (int i = block.me.thread(); i - block.me.lane < block.a.rows * width; i += kAll) {
       const int at = min_of(i, block.a.rows * width - 1), row = at / width, column = at - row * width;
@@ -252,7 +253,7 @@ struct LaunchExpertDown {
       for (int rank = 0; rank < S::kTopK; ++rank) {
         sum = fmaf(choice.factor[row * S::kTopK + rank], results[choice.order[row * S::kTopK + rank] * width + column], sum);
       }
-      put_rows(block, p, phase, block.geometry(p), row, own.first + column / kTileRows, column / 8 % 2, sum, i < block.a.rows * width, i % 8);
+      target.put(row, column / 8, sum, i < block.a.rows * width, i % 8);
     }
   }
 };

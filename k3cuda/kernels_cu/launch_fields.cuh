@@ -64,11 +64,11 @@ struct LaunchGeometry {
   u8 code;                                                  // what runs it: LaunchKinds::visit
   u8 leaves, leaf_shift, copy_shift;                        // leaves of a block; their logarithm, and that of a copy's
   u8 chunk_steps, chunks;                                   // k-steps of a leaf that a copy brings, and how many times
-  u8 is_shared, has_own_x, more;                            // a cluster shares the tiles; every unit has an x of its own; LaunchMore
+  u8 run, is_shared, has_own_x, more;                       // x_at's run; a cluster shares the tiles; every unit has an x of its own; LaunchMore
   u8 fields, f32, to_logits, rope;                          // results: how many fields, bits of those of F32, whether they are logits, vectors behind each head's
   u16 head_tiles, first[kMaxFields];                        // tiles of a head that has such vectors; each field's first tile
   u16 own_vectors, more_at, in_at, unit_copies;             // vectors of a token of x; where in x what is added lies, and room of the input's own; copies of a unit
-  u8 parts, slices, ahead, pad;                             // of a mix: ranks' parts that join, slices of a row, LaunchAhead
+  u8 parts, slices, ahead;                             // of a mix: ranks' parts that join, slices of a row, LaunchAhead
   u32 slice;                                                // values of one
   u32 tile_bytes, part_bytes, copy_bytes, leaf_bytes;       // of a tile, a block's part of it, a copy; from one copy of the same chunk to the next
 };
@@ -85,19 +85,52 @@ struct LaunchOut {
   }
 };
 
-// Eight lanes have the rows of half `half` of tile `tile`, one each, of result row `row`: into their field. All lanes of the warp, which are of one tile.
-template <class Block>
-K3_DEVICE void put_rows(const Block& block, const ProgramPhase& p, int phase, const LaunchGeometry& g, int row, int tile, int half, float v, bool live, int lane) {
-  int field = 0;
+// Where rows of a product's tile go: worked out once for a tile, since each look at a size is a round trip to shared memory.
+struct LaunchTarget {
+  uint4* at;                             // column 0 of row 0 of the field
+  int row, column, width, limit, copies;   // vectors from row to row; the tile's first; as in LaunchField
+  bool f32;
+  const int* place;                      // [rows]: of logits; null: rows lie where they are
+#if K3_PROBED
+  uint4* record;
+  int record_row;
+#endif
+  template <class Block>
+  K3_DEVICE LaunchTarget(const Block& block, const ProgramPhase& p, int phase, int tile) {
+    const LaunchGeometry& g = block.geometry(p);
+    const LaunchLink& to = block.link(p);
+    int field = 0;
+    if (g.fields > 1)
 #pragma unroll 1
-  while (field + 1 < g.fields && tile >= g.first[field + 1]) ++field;
-  tile -= g.first[field];
-  const bool f32 = g.f32 >> field & 1;
-  uint4 vector;
-  int column = tile * 2 + half, lanes = 8;
-  if (f32) vector = pack_floats(v, block.me.lane), column = column * 2 + lane / 4, lanes = 4;
-  else vector = pack_vector(v, block.me.lane);
-  if (g.rope) column += tile / g.head_tiles * g.rope;   // BF16
-  const int place = g.to_logits && live ? block.state.place[row] : row;
-  if (live && place >= 0) block.publish(p, phase, place, column, vector, lane & (lanes - 1), field, lanes);
-}
+      while (field + 1 < g.fields && tile >= g.first[field + 1]) ++field;
+    tile -= g.first[field];
+    const LaunchField f = to.out[field];
+    f32 = g.f32 >> field & 1;
+    row = to.row, width = f.width, limit = f.limit, copies = f.copies, column = f32 ? tile * 4 : tile * 2;
+    if (g.rope) column += tile / g.head_tiles * g.rope;   // BF16
+    at = block.slot_out(p) + f.at;
+    place = g.to_logits ? block.state.place : nullptr;
+#if K3_PROBED
+    record = block.a.record ? block.a.record + size_t(phase) * block.a.record_vectors + f.own : nullptr, record_row = to.record_row;
+#endif
+  }
+  // Eight lanes have the rows of half `half` of the tile, one each, of result row `of`. All lanes of the warp.
+  K3_DEVICE void put(int of, int half, float v, bool live, int lane) const {
+    const int warp_lane = lane_id();
+    uint4 vector;
+    int own = column + half, lanes = 8;
+    if (f32) vector = pack_floats(v, warp_lane), own += half + lane / 4, lanes = 4;
+    else vector = pack_vector(v, warp_lane);
+    if (!live || own >= width) return;
+    lane &= lanes - 1;
+#if K3_PROBED
+    if (record && lane == 0) record[of * record_row + own] = vector;
+#endif
+    if (place) of = place[of];
+    if (of < 0) return;
+    uint4* to = at + of * row + own;
+#pragma unroll 1
+    for (int copy = lane; copy < copies; copy += lanes)
+      if (const int shift = copy * width; own + shift < limit) store_exchange(to + shift, vector);
+  }
+};

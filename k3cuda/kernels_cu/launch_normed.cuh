@@ -13,7 +13,8 @@ struct LaunchNormed {
   static constexpr int kUnits = 1;
   static constexpr int kPieces = S::kBlocks ? 4 : 2;   // F32 vectors that a BF16 one follows from
   struct __align__(16) Row { float sums[S::kLeaves][4], top, total, alpha, beta, inv; };
-  static constexpr int vectors(int tokens) { return tokens * int(sizeof(Row)) / 16; }
+  static constexpr int vectors(int) { return 0; }
+  static constexpr int scale_bytes(int tokens) { return tokens * int(sizeof(Row)); }   // apart: rows are scaled while the phase before still reads
 
   template <class P> struct Checked { static_assert(P::kLeaves * P::kSteps * 16 == S::kN, "all of the row is multiplied"); typedef LaunchNormed type; };
   template <class P> using Of = typename Checked<P>::type;
@@ -26,7 +27,9 @@ struct LaunchNormed {
     const bool mix = S::kBlocks > 0 && p.extra() >> 4;
     const int own = g.own_vectors, first = g.is_shared ? block.part() * own : 0;
     const bf16* weight = ((const LaunchMix*)block.a.weights[phase - (p.extra() & 15)])->weight + first * 8;
-    Row* rows = (Row*)(block.x() + g.in_at);
+    Row* rows = (Row*)(block.smem + Shape::kScaleAt);
+    const int run = g.run, scales = kConsumers - 1 - team.warp();   // the last warps have no values, mostly
+    if (scales < block.a.rows) scale(block, p, phase, rows[scales], scales, mix, team);
     bool begins = true;
 #pragma unroll 1
     for (int row = 0; row < block.a.rows; ++row)
@@ -39,13 +42,8 @@ struct LaunchNormed {
           return block.input(p, f) + row * block.link(p).in[f].row + (first + k) * 2 + j % 2;
         };
         if (k < own) w = *(const uint4*)(weight + k * 8);   // everything is asked for before anything is waited for
-        await_all(v, block.a.watch, phase, u32(k), wants, at);   // here before the sums over it are
-        if (begins) {
-          team.sync();   // all are finished with the phase before
-          if (team.warp() < block.a.rows) scale(block, p, phase, rows[team.warp()], mix, team);
-          team.sync();
-          begins = false;
-        }
+        await_all(v, block.a.watch, phase, u32(k), wants, at);
+        if (begins) team.sync(), begins = false;   // all are finished with the phase before, and rows have been scaled
         if (k >= own) continue;
         const Row& r = rows[row];
         const float alpha = r.alpha, beta = r.beta, inv = r.inv;
@@ -65,17 +63,17 @@ struct LaunchNormed {
             v[piece + 1].x = v[piece + 1].z, v[piece + 1].y = v[piece + 1].w;
           }
         }
-        block.x()[x_at<Shape::kTokens>(row, k)] = {words[0], words[1], words[2], words[3]};
+        block.x()[x_at<Shape::kTokens>(run, row, k)] = {words[0], words[1], words[2], words[3]};
       }
     team.sync();
   }
 
   // A warp: what all values of a row are scaled by.
   template <class Block>
-  static K3_DEVICE void scale(const Block& block, const ProgramPhase& p, int phase, Row& r, bool mix, const Consumers& team) {
+  static K3_DEVICE void scale(const Block& block, const ProgramPhase& p, int phase, Row& r, int row, bool mix, const Consumers& team) {
     if (team.lane() < S::kLeaves + int(mix)) {
       uint4 v[1];
-      const uint4* from = block.input(p, kSums) + team.warp() * block.link(p).in[kSums].row + team.lane();
+      const uint4* from = block.input(p, kSums) + row * block.link(p).in[kSums].row + team.lane();
       await_all(v, block.a.watch, phase, u32(team.lane()), [](int) { return true; }, [&](int) { return from; });
       if (team.lane() < S::kLeaves) *(uint4*)r.sums[team.lane()] = v[0];
       else r.top = __uint_as_float(v[0].x), r.total = __uint_as_float(v[0].y);

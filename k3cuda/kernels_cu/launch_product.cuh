@@ -13,17 +13,18 @@ constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return l
 constexpr int kSumStride = kTileRows + 4;   // floats from token to token of leaf sums: a warp's stores keep off each other's banks
 
 // One warp: a leaf of the block's of one tile, whose first copy is `copy`. x: [pair][token][quarter], the leaf's; of a single step half as much.
+//   shift  logarithm of the leaves of a copy. next: copies from chunk to chunk
 template <int kTokens, class Ring>
-K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, const uint4* x, const LaunchGeometry& g, const Me& me, const Watch& watch, int phase) {
+K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, const uint4* x, int steps, int chunks, int shift, u32 next, const Me& me, const Watch& watch, int phase) {
   K3_UNROLL
   for (int i = 0; i < 4; ++i) c[i] = 0.f;
-  const u32 share = kConsumers >> g.copy_shift;
-  copy += leaf >> g.copy_shift;
+  copy += leaf >> shift;
+  const int in_copy = (leaf & ((1 << shift) - 1)) * steps * (kStepBytes / 16) + me.lane;
   const uint4* at = x + me.lane;
 #pragma unroll 1
-  for (int chunk = 0; chunk < g.chunks; ++chunk, copy += 1u << (g.leaf_shift - g.copy_shift)) {
-    const uint4* w = (const uint4*)ring.take(copy, watch, phase) + (leaf & ((1 << g.copy_shift) - 1)) * (g.chunk_steps * (kStepBytes / 16)) + me.lane;
-    if (g.chunk_steps == 1) {
+  for (int chunk = 0; chunk < chunks; ++chunk, copy += next) {
+    const uint4* w = (const uint4*)ring.take(copy, watch, phase) + in_copy;
+    if (steps == 1) {
       uint2 one = {};
       if (me.lane < kTokens * 4) one = ((const uint2*)x)[me.lane];
       mma(c, w[0], one.x, one.y);
@@ -39,7 +40,7 @@ K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, c
         mma(c, ahead[i][1], ahead[i][2].z, ahead[i][2].w);
       };
       load(0);
-      int left = g.chunk_steps / 2 - 1;
+      int left = steps / 2 - 1;
 #pragma unroll 1
       for (; left >= 2; left -= 2) {
         load(1), multiply(0);
@@ -49,7 +50,7 @@ K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, c
       multiply(0);
       if (left) multiply(1);
     }
-    ring.give(copy, share, me);
+    ring.give(copy, kConsumers >> shift, me);
   }
 }
 
@@ -68,9 +69,9 @@ K3_DEVICE float sum_of_leaves(const float* v, int stride, int leaves) {
 // a unit has heard all of the one before the last, whose senders had heard all of two before that. So four inboxes in turn are enough.
 constexpr int kInboxTurns = 4;
 
-// Where vector `k` of a token's share of x lies, a pair of steps behind another (kRun 4), or single ones (kRun 2).
-template <int kTokens, int kRun = 4>
-K3_DEVICE int x_at(int token, int k) { return (k / kRun * kTokens + token) * kRun + k % kRun; }
+// Where vector `k` of a token's share of x lies: pairs of steps behind one another (run 2, the logarithm of their vectors), or single ones (1).
+template <int kTokens>
+K3_DEVICE int x_at(int run, int token, int k) { return ((((k >> run) * kTokens) + token) << run) + (k & ((1 << run) - 1)); }
 
 // What a product multiplies, into shared memory as [pair][token][quarter]: BF16 as it comes. A block that has all leaves reads all of the field,
 // though it may use less.
@@ -83,7 +84,7 @@ struct LaunchPlain {
     typedef typename Block::Shape S;
     const LaunchGeometry& g = block.geometry(p);
     uint4* shared = block.x();
-    const int own = g.own_vectors, per = g.is_shared ? own : block.link(p).in[0].vectors, total = block.a.rows * per;
+    const int run = g.run, own = g.own_vectors, per = g.is_shared ? own : block.link(p).in[0].vectors, total = block.a.rows * per;
     const u32 part = 0xffffffffu / u32(per) + 1;   // i / per for the few that there are
     const uint4* from = block.input(p, 0) + (g.is_shared ? block.part() * own : 0);
     const int row = block.link(p).in[0].row;
@@ -92,7 +93,7 @@ struct LaunchPlain {
       [&](int i) { const int token = u32(u64(u32(i)) * part >> 32); return from + token * row + (i - token * per); }, [&] { team.sync(); },   // all are finished with the phase before
       [&](int i, const uint4& v) {
         const int token = u32(u64(u32(i)) * part >> 32), k = i - token * per;
-        if (k < own) shared[x_at<S::kTokens>(token, k)] = v;
+        if (k < own) shared[x_at<S::kTokens>(run, token, k)] = v;
       });
     team.sync();
   }
@@ -108,7 +109,7 @@ struct LaunchSitu {
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
     constexpr int kBatch = min_of(4, S::kTokens);
-    const int inputs = block.geometry(p).own_vectors * 8;   // a block has all of K
+    const int inputs = block.geometry(p).own_vectors * 8, run = block.geometry(p).run;   // a block has all of K
     uint4* shared = block.x();
     const u32* from = (const u32*)block.input(p, 0);
     const int row = block.link(p).in[0].row * 4;
@@ -125,7 +126,7 @@ struct LaunchSitu {
         K3_UNROLL
         for (int j = 0; j < kBatch; ++j)
           if (token + j < block.a.rows)
-            ((bf16*)&shared[x_at<S::kTokens>(token + j, k / 8)])[k % 8] = float_to_bf16(situ(__uint_as_float(v[j]), __uint_as_float(v[kBatch + j]), block.a.situ_beta, block.a.situ_linear_beta));
+            ((bf16*)&shared[x_at<S::kTokens>(run, token + j, k / 8)])[k % 8] = float_to_bf16(situ(__uint_as_float(v[j]), __uint_as_float(v[kBatch + j]), block.a.situ_beta, block.a.situ_linear_beta));
       }
     }
     team.sync();
@@ -194,7 +195,7 @@ struct LaunchProduct {
   static constexpr LaunchGeometry geometry(int tokens) {
     LaunchGeometry g = {};
     g.leaves = kBlockLeaves, g.leaf_shift = log2_of(kBlockLeaves), g.copy_shift = log2_of(kCopyLeaves), g.chunk_steps = kChunkSteps, g.chunks = kChunks;
-    g.is_shared = kParts > 1, g.has_own_x = In::kUnits > 1, g.more = Add::kMore;
+    g.run = kSteps > 1 ? 2 : 1, g.is_shared = kParts > 1, g.has_own_x = In::kUnits > 1, g.more = Add::kMore;
     g.own_vectors = kOwnVectors, g.more_at = In::kUnits * tokens * kOwnVectors, g.in_at = in_at(tokens), g.unit_copies = kBlockLeaves / kCopyLeaves * kChunks;
     g.tile_bytes = kLeaves * kSteps * kStepBytes, g.part_bytes = kBlockLeaves * kSteps * kStepBytes, g.copy_bytes = kCopyLeaves * kChunkBytes;
     g.leaf_bytes = kCopyLeaves * kSteps * kStepBytes;
@@ -219,41 +220,44 @@ struct LaunchUnits {
   typedef typename Block::Shape S;
   const Block& block;
   const ProgramPhase& p;
-  const LaunchGeometry& g;
-  int phase, leaf, group;
+  const int phase, shift, leaves, leaf, group;   // shift: logarithm of the leaves
+  const bool is_shared;
 
   K3_DEVICE LaunchUnits(const Block& b, const ProgramPhase& at, int n)
-      : block(b), p(at), g(b.geometry(at)), phase(n), leaf(b.me.warp & (g.leaves - 1)), group(b.me.warp >> g.leaf_shift) {}
+      : block(b), p(at), phase(n), shift(b.geometry(at).leaf_shift), leaves(1 << shift), leaf(b.me.warp & (leaves - 1)), group(b.me.warp >> shift),
+        is_shared(S::kCluster > 1 && b.geometry(at).is_shared) {}
 
   K3_DEVICE void run() const {
-    const u32 copies = block.take_copies(p.units * g.unit_copies);
-    const uint4* x = block.x() + leaf * g.own_vectors / g.leaves * S::kTokens;
+    const LaunchGeometry& g = block.geometry(p);
+    const int units = p.units, unit_copies = g.unit_copies, steps = g.chunk_steps, chunks = g.chunks, copy_shift = g.copy_shift, own_x = g.has_own_x ? S::kTokens * g.own_vectors : 0;
+    const u32 copies = block.take_copies(units * unit_copies), next = u32(leaves) >> copy_shift;
+    const uint4* x = block.x() + leaf * (g.own_vectors >> shift) * S::kTokens;
     // Kinds that clusters share divide the warps alike, so their turns count on; warps of another kind's group may have had different numbers of them.
-    u32 turns = g.is_shared ? block.kept().turns : 0;
+    u32 turns = is_shared ? block.kept().turns : 0;
     int before = -1;   // the unit of the turn before, which this block has yet to hear of
 #pragma unroll 1
-    for (int u = group;; u += kConsumers >> g.leaf_shift, ++turns) {
-      const bool more = u < p.units;
+    for (int u = group;; u += kConsumers >> shift, ++turns) {
+      const bool more = u < units;
       if (more) {
         float c[4];
-        leaf_chain<S::kTokens>(c, block.ring, copies + u * g.unit_copies, leaf, x + (g.has_own_x ? u * S::kTokens * g.own_vectors : 0), g, block.me, block.a.watch, phase);
+        leaf_chain<S::kTokens>(c, block.ring, copies + u * unit_copies, leaf, x + u * own_x, steps, chunks, copy_shift, next, block.me, block.a.watch, phase);
         store(c, turns);
-        if (S::kCluster > 1 && g.is_shared) tell(turns);
+        if (is_shared) tell(turns);
       }
-      if (S::kCluster == 1 || !g.is_shared) {
-        if (more) finish(turns, u, false);
+      if (!is_shared) {
+        if (more) finish(turns, u);
       } else {
-        if (before >= 0) finish(turns - 1, before, true);
+        if (before >= 0) finish(turns - 1, before);
         before = u;
       }
       if (!more) break;
     }
     __syncwarp();
-    if (const Me again; g.is_shared && again.lane == 0) block.kept().turns = turns;
+    if (const Me again; is_shared && again.lane == 0) block.kept().turns = turns;
   }
 
   // Leaf sums of a unit: [leaf][token][row].
-  K3_DEVICE float* partial(u32 turn) const { return block.partial(turn) + group * g.leaves * S::kTokens * kSumStride; }
+  K3_DEVICE float* partial(u32 turn) const { return block.partial(turn) + (group << shift) * S::kTokens * kSumStride; }
   K3_DEVICE int thread() const { return leaf * kWarpSize + block.me.lane; }
   // By the warps that took its leaves, which meet behind it.
   K3_DEVICE void store(const float (&c)[4], u32 turn) const {
@@ -263,49 +267,48 @@ struct LaunchUnits {
       const int token = block.me.lane % 4 * 2 + i % 2, row = block.me.lane / 4 + i / 2 * 8;
       if (token < S::kTokens) to[token * kSumStride + row] = c[i];
     }
-    if (g.leaves == 1) __syncwarp();
-    else warps_sync(1 + group, g.leaves * kWarpSize);
+    if (leaves == 1) __syncwarp();
+    else warps_sync(1 + group, leaves * kWarpSize);
   }
-  K3_DEVICE float sum(u32 turn, int i) const {
+  K3_DEVICE float sum(const float* sums, int i) const {
     const int token = min_of(i / kTileRows, S::kTokens - 1);
-    return sum_of_leaves(partial(turn) + token * kSumStride + i % kTileRows, S::kTokens * kSumStride, g.leaves);
+    return sum_of_leaves(sums + token * kSumStride + i % kTileRows, S::kTokens * kSumStride, leaves);
   }
 
   // Inbox: [source][own vector][8].
   static constexpr int kVectors = max_of(2 * S::kTokens, S::kCluster), kOwn = kVectors / S::kCluster;
   static_assert(kVectors % S::kCluster == 0, "blocks own equally many vectors");
+  K3_DEVICE int inbox(u32 turn) const { return group * kInboxTurns + turn % kInboxTurns; }
   K3_DEVICE void tell(u32 turn) const {
-    const int at = group * kInboxTurns + turn % kInboxTurns;
+    const int at = inbox(turn), rank = block.part();
+    const float* sums = partial(turn);
     if (thread() == 0) inbox_expect(block.heard(at), kOwn * 8 * 4 * S::kCluster);
 #pragma unroll 1
-    for (int i = thread(); i < kVectors * 8; i += g.leaves * kWarpSize) {
+    for (int i = thread(); i < kVectors * 8; i += leaves * kWarpSize) {
       const int vector = i / 8;
-      send(block.inbox(at) + (block.part() * kOwn + vector / S::kCluster) * 8 + i % 8, vector % S::kCluster, sum(turn, i), block.heard(at));
+      send(block.inbox(at) + (rank * kOwn + vector / S::kCluster) * 8 + i % 8, vector % S::kCluster, sum(sums, i), block.heard(at));
     }
   }
-  // Rows of unit `u`: of all vectors, or of the cluster's those of this block, which have come by then or do soon.
-  K3_DEVICE void finish(u32 turn, int u, bool heard) const {
-    const int at = group * kInboxTurns + turn % kInboxTurns, first = (heard ? (leaf + turn) & (g.leaves - 1) : leaf) * kWarpSize + block.me.lane;   // warps take turns
-    const int values = heard ? kOwn * 8 : block.a.rows * kTileRows, own = S::kCluster > 1 && heard ? S::kCluster : 1, rank = S::kCluster > 1 && heard ? block.part() : 0;
+  // Rows of unit `u`: of all vectors, or of the cluster's those of this block, of which the others tell. What they go with is added or multiplied.
+  K3_DEVICE void finish(u32 turn, int u) const {
+    const int first = (is_shared ? (leaf + turn) & (leaves - 1) : leaf) * kWarpSize + block.me.lane;   // warps take turns
+    const int rows = block.a.rows, values = is_shared ? kOwn * 8 : rows * kTileRows, own = is_shared ? S::kCluster : 1, rank = is_shared ? block.part() : 0;
     if (first - block.me.lane >= values) return;
-    if (S::kCluster > 1 && heard)
-      for (Spin spin; !inbox_try(block.heard(at), turn / kInboxTurns & 1);) spin.turn(block.a.watch, kWaitSums, phase, turn);
+    const LaunchTarget target(block, p, phase, p.tiles[u]);
+    const LaunchMore which = LaunchMore(block.geometry(p).more);
+    const float* more = (const float*)(block.x() + block.geometry(p).more_at) + u * S::kTokens * kTileRows;
+    const float* sums = is_shared ? block.inbox(inbox(turn)) : partial(turn);
+    if (is_shared)
+      for (Spin spin; !inbox_try(block.heard(inbox(turn)), turn / kInboxTurns & 1);) spin.turn(block.a.watch, kWaitSums, phase, turn);
 #pragma unroll 1
-    for (int i = first; i - block.me.lane < values; i += g.leaves * kWarpSize) {
-      const int vector = i / 8 * own + rank;
-      float v;
-      if (S::kCluster > 1 && heard) v = tree_sum<S::kCluster>(block.inbox(at) + min_of(i, kOwn * 8 - 1), kOwn * 8);
-      else v = sum(turn, i);
-      put(vector / 2, u, vector % 2, v, i < values && vector < 2 * block.a.rows, i % 8);
+    for (int i = first; i - block.me.lane < values; i += leaves * kWarpSize) {
+      const int vector = i / 8 * own + rank, row = vector / 2, half = vector % 2;
+      float v = is_shared ? tree_sum<S::kCluster>(sums + min_of(i, kOwn * 8 - 1), kOwn * 8) : sum(sums, i);
+      if (which) {
+        const float with = more[min_of(row, S::kTokens - 1) * kTileRows + half * 8 + i % 8];
+        v = which == kMoreAdds ? v + with : v * with;
+      }
+      target.put(row, half, v, i < values && row < rows, i % 8);
     }
-  }
-
-  // Eight lanes have the rows of half `half` of unit `u`'s tile, one each, of result row `row`. All lanes of the warp.
-  K3_DEVICE void put(int row, int u, int half, float v, bool live, int lane) const {
-    if (g.more) {
-      const float more = ((const float*)(block.x() + g.more_at))[(u * S::kTokens + min_of(row, S::kTokens - 1)) * kTileRows + half * 8 + lane];
-      v = g.more == kMoreAdds ? v + more : v * more;
-    }
-    put_rows(block, p, phase, g, row, p.tiles[u], half, v, live, lane);
   }
 };

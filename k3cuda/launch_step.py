@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from .block_program import PAGE_WORDS, BlockProgram, program
 from .errors import PlanError
-from .launch_kinds import Field, Kind, Product
+from .launch_kinds import BYTES, Field, Kind, Product
 from .launch_layer import INPUT, LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps
 from .launch_mixes import Mix, normed_reads
 from .launch_mla import both_kinds, mla_kinds, of_its_sort
@@ -36,6 +36,7 @@ from .launch_rank import own_tiles, product
 from .phases import TILE_ROWS, Grid
 from .plan import Plan
 
+MOST_X = 120 * 1024   # bytes of a block's share of what a product multiplies: more leaves the ring too few copies
 DENSE, MOE = ("dense_up", "dense_down", "dense_sum"), ("moe_in", "route", "expert_up", "moe_down", "shared_down", "routed_norm_sums", "routed_norm", "latent_up")
 
 
@@ -98,6 +99,9 @@ def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: i
     if plan.num_taps or plan.dcp > 1:
         raise PlanError(f"a step of one launch has no {'taps' if plan.num_taps else 'cache that ranks hold together'}")
     kinds = step_kinds(plan, rows, grid, cache=cache, rank_parts=rank_parts, merged=rows <= MERGED_ROWS if merged is None else merged)
+    for k in kinds:
+        if isinstance(k, Product) and (x := k.inputs // k.parts * BYTES["bf16"] * rows) > MOST_X:
+            raise PlanError(f"{k.name} multiplies {rows} rows of {k.inputs // k.parts} values, {x >> 10} KB; wanted at most {MOST_X >> 10} KB")
     of_sort = of_its_sort(cfg, mla_kinds(cfg, plan.tp, grid.cluster, rows=rows, cache=cache, blocks=grid.sms))
     has = lambda k, layer: of_sort(k, layer) and k.name not in (MOE if cfg.is_dense(layer) else DENSE)
     first, behind = kinds[:1], tuple(k for k in kinds if isinstance(k, Head) or isinstance(k, Mix) and k.stage == "attn_mix" and k is not kinds[1])

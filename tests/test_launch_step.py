@@ -29,17 +29,21 @@ CFG = made_config(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, h
                   kv_lora_rank=128, intermediate_size=512, moe_intermediate_size=128, routed_expert_hidden_size=64, attn_res_block_size=2, num_experts=16,
                   num_experts_per_token=4, full_attn_layers=[3], kda_layers=[1, 2, 4], vocab_size=256)
 PLAN = build_plan(CFG, TP)
+# A rank that holds all four leaves of w2, with leaves of an odd number of k-steps.
+WHOLE = build_plan(made_config(hidden_size=192, num_hidden_layers=4, num_attention_heads=2, head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+                               q_lora_rank=64, kv_lora_rank=64, intermediate_size=384, moe_intermediate_size=128, routed_expert_hidden_size=64, attn_res_block_size=2,
+                               num_experts=32, num_experts_per_token=4, full_attn_layers=[3], kda_layers=[1, 2, 4], vocab_size=256), 1)
 
 
 class Both:
     """The standard path's kernels and the launch, of a bucket."""
 
-    def __init__(self, rows: int, folder, grid=Grid(sms=3), page: int = 128):
-        self.rows, source = rows, MadeCheckpoint(CFG)
-        self.standard = Kernels(rows, TP, True, {op.stage.name: () for op in PLAN.ops}, folder / "standard", plan=PLAN)
-        self.program = step_program(PLAN, rows, grid, cache=2, rank_parts=TP, page=page)
-        self.launch = StepLaunch(PLAN, self.program, folder / "launch")
-        self.memories = [Memory(PLAN, source, slot_pages=2) for _ in range(2)]
+    def __init__(self, plan, rows: int, folder, grid=Grid(sms=3), page: int = 128):
+        self.plan, source = plan, MadeCheckpoint(plan.cfg)
+        self.standard = Kernels(rows, plan.tp, True, {op.stage.name: () for op in plan.ops}, folder / "standard", plan=plan)
+        self.program = step_program(plan, rows, grid, cache=2, rank_parts=plan.tp, page=page)
+        self.launch = StepLaunch(plan, self.program, folder / "launch")
+        self.memories = [Memory(plan, source, slot_pages=2) for _ in range(2)]
         for memory in self.memories:
             memory.step.loopback = 1
 
@@ -47,7 +51,7 @@ class Both:
         """(the standard path's memory, the launch's)."""
         for memory in self.memories:
             step.put(memory)
-        for op in PLAN.ops:
+        for op in self.plan.ops:
             self.standard.run(op, self.memories[0])
         exchange = self.launch.run(self.memories[1], launches)
         assert (exchange == NOT_THERE).all()   # as the next launch must find it
@@ -68,9 +72,18 @@ def check(step: Step, standard: Memory, launched: Memory) -> None:
 @pytest.mark.parametrize(("rows", "live", "wanted", "context", "grid"), [(1, 1, (0,), 30, Grid(sms=3)), (4, 3, (0, 2), 60, Grid(sms=3)), (2, 2, (1,), 100, Grid(sms=4))])
 def test_the_bytes_of_the_standard_path(tmp_path, rows, live, wanted, context, grid):
     """Behind three of four rows is padding, and not of all rows somebody wants logits. Pages of each program pass through its two places."""
-    both, step = Both(rows, tmp_path, grid), Step(CFG, rows, live, wanted, rows, context)
+    both, step = Both(PLAN, rows, tmp_path, grid), Step(CFG, rows, live, wanted, rows, context)
     assert both.program.words.shape[1] >= 3 * both.program.page
     check(step, *both.run(step, launches=2))   # the second one over records and a cache that have the rows already
+
+
+@shim
+@pytest.mark.parametrize(("rows", "live", "grid"), [(1, 1, Grid(sms=3)), (4, 3, Grid(sms=4, cluster=2))])
+def test_the_bytes_of_a_rank_that_holds_all_leaves(tmp_path, rows, live, grid):
+    both, step = Both(WHOLE, rows, tmp_path, grid), Step(WHOLE.cfg, rows, live, range(live), rows, 60)
+    kinds = {k.name: k for k in both.program.kinds}
+    assert kinds["moe_down"].leaves == 4 and kinds["kda_in"].steps == kinds["dense_down"].steps == 3
+    check(step, *both.run(step))
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -9,7 +9,7 @@ constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return l
 
 constexpr int kSumStride = kTileRows + 4;   // floats from token to token of leaf sums: a warp's stores keep off each other's banks
 
-// One warp: leaf `leaf` of the block's of one tile, whose first copy is `copy`. x: [pair][token][quarter], the leaf's; of a single step half as much.
+// One warp: leaf `leaf` of the block's of one tile, whose first copy is `copy`. x: [pair][token][quarter], the leaf's; of an odd step at its end half as much.
 template <class P, int kTokens, class Ring>
 K3_DEVICE void leaf_chain(float (&c)[4], Ring& ring, u32 copy, int leaf, const uint4* x, const Me& me, const Watch& watch, int phase) {
   K3_UNROLL
@@ -18,25 +18,26 @@ K3_DEVICE void leaf_chain(float (&c)[4], Ring& ring, u32 copy, int leaf, const u
 #pragma unroll 1
   for (int chunk = 0; chunk < P::kChunks; ++chunk, copy += P::kBlockLeaves / P::kCopyLeaves) {
     const uint4* w = (const uint4*)ring.take(copy, watch, phase) + leaf % P::kCopyLeaves * (P::kChunkBytes / 16) + me.lane;
-    if constexpr (P::kSteps == 1) {
-      uint2 one = {};
-      if (me.lane < kTokens * 4) one = ((const uint2*)x)[me.lane];
-      mma(c, w[0], one.x, one.y);
-      ring.give(copy, kConsumers / P::kCopyLeaves, me);
-      continue;
+    constexpr int kPairs = P::kChunkSteps / 2;
+    const uint4* at = x + chunk * kPairs * kTokens * 4 + me.lane;
+    if constexpr (kPairs > 0) {
+      uint4 ahead[2][2], v[2] = {};   // two steps that share a load of x, while those before them multiply
+      auto load = [&](int pair) {
+        ahead[pair % 2][0] = w[pair * 2 * kWarpSize], ahead[pair % 2][1] = w[(pair * 2 + 1) * kWarpSize];
+        if (me.lane < kTokens * 4) v[pair % 2] = at[pair * kTokens * 4];
+      };
+      load(0);
+      K3_UNROLL
+      for (int pair = 0; pair < kPairs; ++pair) {
+        if (pair + 1 < kPairs) load(pair + 1);
+        mma(c, ahead[pair % 2][0], v[pair % 2].x, v[pair % 2].y);
+        mma(c, ahead[pair % 2][1], v[pair % 2].z, v[pair % 2].w);
+      }
     }
-    const uint4* at = x + chunk * (P::kChunkSteps / 2) * kTokens * 4 + me.lane;
-    uint4 ahead[2][2], v[2] = {};   // two steps that share a load of x, while those before them multiply
-    auto load = [&](int pair) {
-      ahead[pair % 2][0] = w[pair * 2 * kWarpSize], ahead[pair % 2][1] = w[(pair * 2 + 1) * kWarpSize];
-      if (me.lane < kTokens * 4) v[pair % 2] = at[pair * kTokens * 4];
-    };
-    load(0);
-    K3_UNROLL
-    for (int pair = 0; pair < P::kChunkSteps / 2; ++pair) {
-      if (pair + 1 < P::kChunkSteps / 2) load(pair + 1);
-      mma(c, ahead[pair % 2][0], v[pair % 2].x, v[pair % 2].y);
-      mma(c, ahead[pair % 2][1], v[pair % 2].z, v[pair % 2].w);
+    if constexpr (P::kSteps % 2) {   // the last one alone
+      uint2 one = {};
+      if (me.lane < kTokens * 4) one = ((const uint2*)(x + kPairs * kTokens * 4))[me.lane];
+      mma(c, w[kPairs * 2 * kWarpSize], one.x, one.y);
     }
     ring.give(copy, kConsumers / P::kCopyLeaves, me);
   }
@@ -148,7 +149,7 @@ struct LaunchAdd {
   static K3_DEVICE float add(float v, const float* sums, int at) { return v + sums[at]; }
 };
 
-//   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: an even number, so that two of them share a load of x, or one
+//   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: two of them share a load of x, an odd one is the last of its leaf
 //   kParts_            blocks of a cluster that share a tile, 1 or all
 //   Out_, In_, Add_    what becomes of its rows (LaunchOut), what it multiplies, what is added to it
 template <int kLeaves_, int kSteps_, int kParts_, int kSlotBytes, class Out_, class In_ = LaunchPlain, class Add_ = LaunchNothing>
@@ -167,10 +168,13 @@ struct LaunchProduct {
   static constexpr int x_vectors(int tokens, int) { return in_at(tokens) + In::vectors(tokens); }
   // Where vector `k` of a token's share of x lies.
   template <int kTokens> static K3_DEVICE int x_at(int token, int k) {
-    constexpr int kRun = kSteps > 1 ? 4 : 2;   // of a pair of steps, or of a single one
-    return (k / kRun * kTokens + token) * kRun + k % kRun;
+    if constexpr (kSteps % 2 == 0) return (k / 4 * kTokens + token) * 4 + k % 4;
+    constexpr int kLeaf = kSteps * 2;   // vectors of a token
+    const int own = k % kLeaf, pair = own / 4;
+    return (k / kLeaf * kLeaf + pair * 4) * kTokens + token * (pair < kSteps / 2 ? 4 : 2) + own % 4;
   }
-  static_assert((kSteps % 2 == 0 || kSteps == 1) && kBlockLeaves * kParts == kLeaves && kGroups * kBlockLeaves == kConsumers, "warps take whole leaves");
+  static_assert((kSteps % 2 == 0 || kChunks == 1) && kBlockLeaves * kParts == kLeaves && kGroups * kBlockLeaves == kConsumers, "warps take whole leaves");
+  static_assert(kGroups <= kParts || kParts == 1, "every group has its inboxes");
   static_assert(kCopyBytes <= kSlotBytes, "a copy fits a slot");
 
   // Copy `j` of a unit: chunk by chunk, so that all its warps have something early.

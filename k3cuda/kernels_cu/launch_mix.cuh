@@ -9,11 +9,13 @@
 #include "launch_fields.cuh"
 #include "norm_core.cuh"
 
-// Of a phase: where its weights lie, and what stays between steps. hidden: null where nothing but the parts joins.
+// Of a phase: where its weights lie, and what stays between steps. hidden: null where nothing but the parts joins. taps: null where no draft model reads
+// what it mixes; of rounds that have kTaps_ of them a row, 0 of others, the one of the stream that leaves them: `sums` the prefix sum, `out` the mixture.
 struct LaunchMix {
   const float* score;   // [n]
   const bf16* weight;   // [n]
   float *hidden, *blocks;   // [rows][n], [blocks][rows][n]
+  bf16* taps;   // [rows][taps][n], from the mix's own one on
 };
 
 //   kSlices_  of a row
@@ -37,17 +39,24 @@ struct __align__(16) LaunchMixRoom {
 template <class S>
 struct LaunchSlice {
   NormRow a;
+  bf16* taps;
   int row, own;   // first element of the slice
   bool mix;
   template <class Block>
   K3_DEVICE LaunchSlice(const Block& block, const ProgramPhase& p, int phase, int unit) : row(unit / S::kSlices), own(unit % S::kSlices * S::kOwn) {
     const LaunchMix m = *(const LaunchMix*)block.a.weights[phase];
     const int closed = p.extra() & 15, rows = block.a.block_rows;
+    taps = m.taps;
     a = {nullptr, nullptr, rows, 0, nullptr, m.hidden, m.hidden, p.extra() >> 4 ? m.blocks + size_t(closed) * rows * S::kN : nullptr, m.blocks, closed, m.score, m.weight,
          nullptr, block.a.norm_eps};
     mix = S::kBlocks > 0 && closed > 0;
   }
   K3_DEVICE size_t at() const { return size_t(row) * S::kN + own; }
+  template <int kTaps>
+  K3_DEVICE void leave_tap(int e, float v) const {
+    if constexpr (kTaps > 0)
+      if (taps) taps[size_t(row) * kTaps * S::kN + own + e] = float_to_bf16(v);
+  }
 };
 
 // A slice of the closed blocks and its scores into shared memory, all loads before the team meets. Each thread keeps its own elements.
@@ -120,7 +129,7 @@ struct LaunchMixClosed : LaunchMixAhead<S, false, false> {
   }
 };
 
-template <class S, bool kLast = false>
+template <class S, bool kLast = false, int kTaps_ = 0>
 struct LaunchMixSums : LaunchMixAhead<S, true, false> {
   enum Field { kSums, kJoined, kMixture };
   typedef LaunchMixRoom<S> Room;
@@ -207,6 +216,7 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
         if (e >= S::kOwn) continue;
         m.source[0][e] = joined;
         keep_prefix(slice.a, slice.at() + e, joined);
+        slice.template leave_tap<kTaps_>(e, joined);
       }
       for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
       team.sync();
@@ -220,7 +230,7 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
   }
 };
 
-template <class S>
+template <class S, int kTaps_ = 0>
 struct LaunchMixOut : LaunchMixAhead<S, false, true> {
   typedef LaunchMixRoom<S> Room;
   static constexpr int x_vectors(int, int) { return 0; }   // that of the sums
@@ -249,7 +259,9 @@ struct LaunchMixOut : LaunchMixAhead<S, false, true> {
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads, at = min_of(e, S::kOwn - 1);
         const uint4 vector = pack_vector(normed_value<S>(slice.mix, alpha, beta, m.source[1][at], m.source[0][at], inv, weight[i]), block.me.lane);
-        if (e < S::kOwn) block.publish(p, phase, slice.row, (slice.own + e) / 8, vector, e % 8);
+        if (e >= S::kOwn) continue;
+        block.publish(p, phase, slice.row, (slice.own + e) / 8, vector, e % 8);
+        slice.template leave_tap<kTaps_>(e, mixture_value(slice.mix, alpha, beta, m.source[1][e], m.source[0][e]));
       }
     }
   }

@@ -26,8 +26,8 @@ SITU, ROUTED_SCALE, NORM_EPS = (1.5, 2.5), 1.25, 1e-5
 EXPERTS, TOP_K, BLOCKS = 16, 4, 3
 HIDDEN, LATENT, RANKS, CLOSED, BLOCK_ROWS = 512, 96, 4, 3, 9   # values of a row, ranks, closed blocks at most, rows that those have room for
 HEADS, DIM = 2, 128
-PRODUCTS = (lk.Product("wide", 7, 16, 2), lk.Product("one_leaf", 33, 1, 6), lk.Product("two", 5, 2, 4))
-UP, DOWN = lk.ExpertUp("up", 4, 4, 3), lk.ExpertDown("down", 6, 2)
+PRODUCTS = (lk.Product("wide", 7, 16, 2), lk.Product("one_leaf", 33, 1, 6), lk.Product("odd", 5, 2, 3))
+UP, DOWN = lk.ExpertUp("up", 4, 4, 3), lk.ExpertDown("down", 6, 2, 1)
 WITH_EXPERTS = (PRODUCTS[0], lk.ForcedChoice("choice", EXPERTS), UP, DOWN)
 
 

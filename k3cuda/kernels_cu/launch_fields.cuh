@@ -64,11 +64,11 @@ struct LaunchGeometry {
   u8 code;                                                  // what runs it: LaunchKinds::visit
   u8 leaves, leaf_shift, copy_shift;                        // leaves of a block; their logarithm, and that of a copy's
   u8 chunk_steps, chunks;                                   // k-steps of a leaf that a copy brings, and how many times
-  u8 run, is_shared, has_own_x, more;                       // x_at's run; a cluster shares the tiles; every unit has an x of its own; LaunchMore
+  u8 odd, is_shared, has_own_x, more;                       // k-steps of a leaf if that is odd, else 0; a cluster shares the tiles; every unit has an x of its own; LaunchMore
   u8 fields, f32, to_logits, rope;                          // results: how many fields, bits of those of F32, whether they are logits, vectors behind each head's
   u16 head_tiles, first[kMaxFields];                        // tiles of a head that has such vectors; each field's first tile
   u16 own_vectors, more_at, in_at, unit_copies;             // vectors of a token of x; where in x what is added lies, and room of the input's own; copies of a unit
-  u8 parts, slices, ahead;                             // of a mix: ranks' parts that join, slices of a row, LaunchAhead
+  u8 parts, slices, taps, ahead;                            // of a mix: ranks' parts that join, slices and taps of a row, LaunchAhead
   u32 slice;                                                // values of one
   u32 tile_bytes, part_bytes, copy_bytes, leaf_bytes;       // of a tile, a block's part of it, a copy; from one copy of the same chunk to the next
 };

@@ -55,7 +55,7 @@ struct LaunchQueryNorm {
       for (int i = 0; i < Leaf::kValues; ++i) {
         const int e = Leaf::at(i, team) - first;
         if (Leaf::has(i, team) && e >= 0 && e < own)
-          ((bf16*)&shared[x_at<S::kTokens>(g.run, token, e / 8)])[e % 8] = float_to_bf16(mla_normed(values[token * kN + first + e], inverse, weight[i]));
+          ((bf16*)&shared[x_at<S::kTokens>(g.odd, token, e / 8)])[e % 8] = float_to_bf16(mla_normed(values[token * kN + first + e], inverse, weight[i]));
       }
     }
     team.sync();
@@ -71,7 +71,7 @@ struct LaunchHeads {
   static constexpr int vectors(int) { return 0; }
   template <class P> struct Of {
     static_assert(P::kParts == 1, "a block has all of K");
-    static constexpr int kOwn = P::kOwnVectors, kPer = kOwn + kRope, kRun = P::kSteps > 1 ? 2 : 1;
+    static constexpr int kOwn = P::kOwnVectors, kPer = kOwn + kRope, kOdd = P::kSteps % 2 ? P::kSteps : 0;
     template <class Block>
     static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
       typedef typename Block::Shape S;
@@ -83,7 +83,7 @@ struct LaunchHeads {
         [&](int i) { return from + i / kPer % rows * row + p.tiles[i / kPer / rows] / kHeadTiles * kPer + i % kPer; }, [&] { team.sync(); },
         [&](int i, const uint4& v) {
           const int k = i % kPer, token = i / kPer % rows, unit = i / kPer / rows, tile = p.tiles[unit];
-          if (k < kOwn) shared[unit * S::kTokens * kOwn + x_at<S::kTokens>(kRun, token, k)] = v;
+          if (k < kOwn) shared[unit * S::kTokens * kOwn + x_at<S::kTokens>(kOdd, token, k)] = v;
           else if (tile % kHeadTiles == 0) block.publish(p, phase, token, tile / kHeadTiles * (kHeadTiles * 2 + kRope) + kHeadTiles * 2 + k - kOwn, v, 0, 0, 1);
         });
       team.sync();

@@ -9,11 +9,13 @@
 #include "launch_fields.cuh"
 #include "norm_core.cuh"
 
-// Of a phase: where its weights lie, and what stays between steps. hidden: null where nothing but the parts joins.
+// Of a phase: where its weights lie, and what stays between steps. hidden: null where nothing but the parts joins. taps: null where no draft model reads
+// what it mixes. The round of the stream leaves them, of which a row has so many (LaunchGeometry): `sums` the prefix sum, `out` the mixture; of others it has none.
 struct LaunchMix {
   const float* score;   // [n]
   const bf16* weight;   // [n]
   float *hidden, *blocks;   // [rows][n], [blocks][rows][n]
+  bf16* taps;   // [rows][taps][n], from the mix's own one on
 };
 
 //   kSlices_  of a row
@@ -37,17 +39,22 @@ struct __align__(16) LaunchMixRoom {
 template <class S>
 struct LaunchSlice {
   NormRow a;
+  bf16* taps;
   int row, own;   // first element of the slice
   bool mix;
   template <class Block>
   K3_DEVICE LaunchSlice(const Block& block, const ProgramPhase& p, int phase, int unit) : row(unit / S::kSlices), own(unit % S::kSlices * S::kOwn) {
     const LaunchMix m = *(const LaunchMix*)block.a.weights[phase];
     const int closed = p.extra() & 15, rows = block.a.block_rows;
+    taps = m.taps;
     a = {nullptr, nullptr, rows, 0, nullptr, m.hidden, m.hidden, p.extra() >> 4 ? m.blocks + size_t(closed) * rows * S::kN : nullptr, m.blocks, closed, m.score, m.weight,
          nullptr, block.a.norm_eps};
     mix = S::kBlocks > 0 && closed > 0;
   }
   K3_DEVICE size_t at() const { return size_t(row) * S::kN + own; }
+  K3_DEVICE void leave_tap(const LaunchGeometry& g, int e, float v) const {
+    if (g.taps && taps) taps[size_t(row) * g.taps * S::kN + own + e] = float_to_bf16(v);
+  }
 };
 
 // A slice of the closed blocks and its scores into shared memory, all loads before the team meets. Each thread keeps its own elements.
@@ -96,15 +103,15 @@ K3_DEVICE void fetch_mix_ahead(const Block& block, const ProgramPhase& p, const 
   }
 }
 
-// A round of a mix of kParts_ ranks' parts: what it shares with others is its code.
-template <class Round, int kParts_>
+// A round of a mix of kParts_ ranks' parts, which leaves kTaps_ taps of a row: what it shares with others is its code.
+template <class Round, int kParts_, int kTaps_>
 struct LaunchMixRound {
   typedef Round Code;
   static_assert(kParts_ <= 16 && (kParts_ <= 8 || kParts_ == 16), "two batches of parts at most");
   static constexpr int x_vectors(int tokens, int items) { return Round::x_vectors(tokens, items) + Round::kPartVectors * max_of(kParts_ / 8, 1); }
   static constexpr LaunchGeometry geometry(int) {
     LaunchGeometry g = {};
-    g.parts = kParts_, g.slices = Round::Shape::kSlices, g.slice = Round::Shape::kOwn, g.ahead = Round::kAhead;
+    g.parts = kParts_, g.taps = kTaps_, g.slices = Round::Shape::kSlices, g.slice = Round::Shape::kOwn, g.ahead = Round::kAhead;
     return g;
   }
 };
@@ -232,6 +239,7 @@ struct LaunchMixSums : LaunchMixCode<S, kAheadBlocks | kAheadSum> {
         if (e >= S::kOwn) continue;
         m.source[0][e] = joined;
         keep_prefix(slice.a, slice.at() + e, joined);
+        slice.leave_tap(block.geometry(p), e, joined);
       }
       for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
       team.sync();
@@ -274,7 +282,9 @@ struct LaunchMixOut : LaunchMixCode<S, kAheadWeight> {
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads, at = min_of(e, S::kOwn - 1);
         const uint4 vector = pack_vector(normed_value<S>(slice.mix, alpha, beta, m.source[1][at], m.source[0][at], inv, weight[i]), block.me.lane);
-        if (e < S::kOwn) block.publish(p, phase, slice.row, (slice.own + e) / 8, vector, e % 8);
+        if (e >= S::kOwn) continue;
+        block.publish(p, phase, slice.row, (slice.own + e) / 8, vector, e % 8);
+        slice.leave_tap(block.geometry(p), e, mixture_value(slice.mix, alpha, beta, m.source[1][e], m.source[0][e]));
       }
     }
   }

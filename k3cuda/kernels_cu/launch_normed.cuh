@@ -28,7 +28,7 @@ struct LaunchNormed {
     const int own = g.own_vectors, first = g.is_shared ? block.part() * own : 0;
     const bf16* weight = ((const LaunchMix*)block.a.weights[phase - (p.extra() & 15)])->weight + first * 8;
     Row* rows = (Row*)(block.smem + Shape::kScaleAt);
-    const int run = g.run, scales = kConsumers - 1 - team.warp();   // the last warps have no values, mostly
+    const int odd = g.odd, scales = kConsumers - 1 - team.warp();   // the last warps have no values, mostly
     if (scales < block.a.rows) scale(block, p, phase, rows[scales], scales, mix, team);
     bool begins = true;
 #pragma unroll 1
@@ -63,7 +63,7 @@ struct LaunchNormed {
             v[piece + 1].x = v[piece + 1].z, v[piece + 1].y = v[piece + 1].w;
           }
         }
-        block.x()[x_at<Shape::kTokens>(run, row, k)] = {words[0], words[1], words[2], words[3]};
+        block.x()[x_at<Shape::kTokens>(odd, row, k)] = {words[0], words[1], words[2], words[3]};
       }
     team.sync();
   }

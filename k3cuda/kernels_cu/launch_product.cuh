@@ -12,8 +12,8 @@ constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return l
 
 constexpr int kSumStride = kTileRows + 4;   // floats from token to token of leaf sums: a warp's stores keep off each other's banks
 
-// One warp: a leaf of the block's of one tile, whose first copy is `copy`. x: [pair][token][quarter], the leaf's; of a single step half as much.
-//   shift  logarithm of the leaves of a copy. next: copies from chunk to chunk
+// One warp: a leaf of the block's of one tile, whose first copy is `copy`. x: [pair][token][quarter], the leaf's; of an odd step at its end half as much.
+//   steps  of a chunk; if odd there is one chunk. shift  logarithm of the leaves of a copy. next: copies from chunk to chunk
 template <int kTokens, class Ring>
 K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, const uint4* x, int steps, int chunks, int shift, u32 next, const Me& me, const Watch& watch, int phase) {
   K3_UNROLL
@@ -24,21 +24,17 @@ K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, c
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk, copy += next) {
     const uint4* w = (const uint4*)ring.take(copy, watch, phase) + in_copy;
-    if (steps == 1) {
-      uint2 one = {};
-      if (me.lane < kTokens * 4) one = ((const uint2*)x)[me.lane];
-      mma(c, w[0], one.x, one.y);
-    } else {
-      uint4 ahead[2][3] = {};   // pairs of steps, which share a load of x: while one multiplies the next comes
-      auto load = [&](int i) {
-        ahead[i][0] = w[0], ahead[i][1] = w[kWarpSize];
-        if (me.lane < kTokens * 4) ahead[i][2] = *at;
-        w += 2 * kWarpSize, at += kTokens * 4;
-      };
-      auto multiply = [&](int i) {
-        mma(c, ahead[i][0], ahead[i][2].x, ahead[i][2].y);
-        mma(c, ahead[i][1], ahead[i][2].z, ahead[i][2].w);
-      };
+    uint4 ahead[2][3] = {};   // pairs of steps, which share a load of x: while one multiplies the next comes
+    auto load = [&](int i) {
+      ahead[i][0] = w[0], ahead[i][1] = w[kWarpSize];
+      if (me.lane < kTokens * 4) ahead[i][2] = *at;
+      w += 2 * kWarpSize, at += kTokens * 4;
+    };
+    auto multiply = [&](int i) {
+      mma(c, ahead[i][0], ahead[i][2].x, ahead[i][2].y);
+      mma(c, ahead[i][1], ahead[i][2].z, ahead[i][2].w);
+    };
+    if (steps > 1) {
       load(0);
       int left = steps / 2 - 1;
 #pragma unroll 1
@@ -49,6 +45,11 @@ K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, c
       if (left) load(1);
       multiply(0);
       if (left) multiply(1);
+    }
+    if (steps & 1) {
+      uint2 one = {};
+      if (me.lane < kTokens * 4) one = ((const uint2*)(at - me.lane))[me.lane];
+      mma(c, w[0], one.x, one.y);
     }
     ring.give(copy, kConsumers >> shift, me);
   }
@@ -69,9 +70,13 @@ K3_DEVICE float sum_of_leaves(const float* v, int stride, int leaves) {
 // a unit has heard all of the one before the last, whose senders had heard all of two before that. So four inboxes in turn are enough.
 constexpr int kInboxTurns = 4;
 
-// Where vector `k` of a token's share of x lies: pairs of steps behind one another (run 2, the logarithm of their vectors), or single ones (1).
+// Where vector `k` of a token's share of x lies; `odd`: k-steps of a leaf, if that is odd, else 0.
 template <int kTokens>
-K3_DEVICE int x_at(int run, int token, int k) { return ((((k >> run) * kTokens) + token) << run) + (k & ((1 << run) - 1)); }
+K3_DEVICE int x_at(int odd, int token, int k) {
+  if (!odd) return ((k >> 2) * kTokens + token) * 4 + (k & 3);
+  const int leaf = k / (odd * 2), own = k - leaf * odd * 2, pair = own / 4;
+  return (leaf * odd * 2 + pair * 4) * kTokens + token * (pair < odd / 2 ? 4 : 2) + own % 4;
+}
 
 // What a product multiplies, into shared memory as [pair][token][quarter]: BF16 as it comes. A block that has all leaves reads all of the field,
 // though it may use less.
@@ -84,7 +89,7 @@ struct LaunchPlain {
     typedef typename Block::Shape S;
     const LaunchGeometry& g = block.geometry(p);
     uint4* shared = block.x();
-    const int run = g.run, own = g.own_vectors, per = g.is_shared ? own : block.link(p).in[0].vectors, total = block.a.rows * per;
+    const int odd = g.odd, own = g.own_vectors, per = g.is_shared ? own : block.link(p).in[0].vectors, total = block.a.rows * per;
     const u32 part = 0xffffffffu / u32(per) + 1;   // i / per for the few that there are
     const uint4* from = block.input(p, 0) + (g.is_shared ? block.part() * own : 0);
     const int row = block.link(p).in[0].row;
@@ -93,7 +98,7 @@ struct LaunchPlain {
       [&](int i) { const int token = u32(u64(u32(i)) * part >> 32); return from + token * row + (i - token * per); }, [&] { team.sync(); },   // all are finished with the phase before
       [&](int i, const uint4& v) {
         const int token = u32(u64(u32(i)) * part >> 32), k = i - token * per;
-        if (k < own) shared[x_at<S::kTokens>(run, token, k)] = v;
+        if (k < own) shared[x_at<S::kTokens>(odd, token, k)] = v;
       });
     team.sync();
   }
@@ -109,7 +114,7 @@ struct LaunchSitu {
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
     constexpr int kBatch = min_of(4, S::kTokens);
-    const int inputs = block.geometry(p).own_vectors * 8, run = block.geometry(p).run;   // a block has all of K
+    const int inputs = block.geometry(p).own_vectors * 8, odd = block.geometry(p).odd;   // a block has all of K
     uint4* shared = block.x();
     const u32* from = (const u32*)block.input(p, 0);
     const int row = block.link(p).in[0].row * 4;
@@ -126,7 +131,7 @@ struct LaunchSitu {
         K3_UNROLL
         for (int j = 0; j < kBatch; ++j)
           if (token + j < block.a.rows)
-            ((bf16*)&shared[x_at<S::kTokens>(run, token + j, k / 8)])[k % 8] = float_to_bf16(situ(__uint_as_float(v[j]), __uint_as_float(v[kBatch + j]), block.a.situ_beta, block.a.situ_linear_beta));
+            ((bf16*)&shared[x_at<S::kTokens>(odd, token + j, k / 8)])[k % 8] = float_to_bf16(situ(__uint_as_float(v[j]), __uint_as_float(v[kBatch + j]), block.a.situ_beta, block.a.situ_linear_beta));
       }
     }
     team.sync();
@@ -175,7 +180,7 @@ struct LaunchProductInput {
   }
 };
 
-//   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: an even number, so that two of them share a load of x, or one
+//   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: two of them share a load of x, an odd one is the last of its leaf
 //   kParts_            blocks of a cluster that share a tile, 1 or all
 //   Out_, In_, Add_    what becomes of its rows (LaunchOut), what it multiplies, what is added to it
 template <int kLeaves_, int kSteps_, int kParts_, int kSlotBytes, class Out_, class In_ = LaunchPlain, class Add_ = LaunchNothing>
@@ -188,14 +193,15 @@ struct LaunchProduct {
   static constexpr int kOwnVectors = kBlockLeaves * kSteps * 2;   // of a token, what one block reads
   static constexpr int in_at(int tokens) { return In::kUnits * tokens * kOwnVectors + Add::floats(tokens) / 4; }
   static constexpr int x_vectors(int tokens, int) { return in_at(tokens) + In::vectors(tokens); }
-  static_assert((kSteps % 2 == 0 || kSteps == 1) && kBlockLeaves * kParts == kLeaves && kConsumers % kBlockLeaves == 0, "warps take whole leaves");
+  static_assert((kSteps % 2 == 0 || kChunks == 1) && kBlockLeaves * kParts == kLeaves && kConsumers % kBlockLeaves == 0, "warps take whole leaves");
+  static_assert(kConsumers / kBlockLeaves <= kParts || kParts == 1, "every group has its inboxes");
   static_assert(kCopyLeaves * kChunkBytes <= kSlotBytes, "a copy fits a slot");
   typedef LaunchProductInput<typename In::template Of<LaunchProduct>, Add> Code;
 
   static constexpr LaunchGeometry geometry(int tokens) {
     LaunchGeometry g = {};
     g.leaves = kBlockLeaves, g.leaf_shift = log2_of(kBlockLeaves), g.copy_shift = log2_of(kCopyLeaves), g.chunk_steps = kChunkSteps, g.chunks = kChunks;
-    g.run = kSteps > 1 ? 2 : 1, g.is_shared = kParts > 1, g.has_own_x = In::kUnits > 1, g.more = Add::kMore;
+    g.odd = kSteps % 2 ? kSteps : 0, g.is_shared = kParts > 1, g.has_own_x = In::kUnits > 1, g.more = Add::kMore;
     g.own_vectors = kOwnVectors, g.more_at = In::kUnits * tokens * kOwnVectors, g.in_at = in_at(tokens), g.unit_copies = kBlockLeaves / kCopyLeaves * kChunks;
     g.tile_bytes = kLeaves * kSteps * kStepBytes, g.part_bytes = kBlockLeaves * kSteps * kStepBytes, g.copy_bytes = kCopyLeaves * kChunkBytes;
     g.leaf_bytes = kCopyLeaves * kSteps * kStepBytes;

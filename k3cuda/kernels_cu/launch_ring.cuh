@@ -201,8 +201,8 @@ struct LaunchRing {
   }
 };
 
-// The copies of a phase, for the producer: `count` of them, of `bytes` (as the window counts), each in `parts` pieces of `each` bytes. What they are of:
-// tiles of the phase's program; pairs of tiles of chosen experts, counted over the list's entries; `per` entries of the list at a time; nothing, a slot alone.
+// The copies of a phase, for the producers: `count` of them, of `bytes` at most, as the window counts, in pieces of `each`. What they are of: tiles of the phase's
+// program; pairs of tiles of chosen experts, counted over the list's entries; `per` entries of the list at a time, leaf by leaf; nothing, a slot alone.
 enum LaunchCopies { kTilesOfPhase, kPairsOfEntries, kEntries, kEmptySlots };
 struct LaunchSource {
   LaunchCopies which;
@@ -210,16 +210,21 @@ struct LaunchSource {
   u32 bytes, each;
   const u8* weights;
   const u32* list;                     // tiles, or entries
-  int first, pairs, entries, per;      // of kPairsOfEntries the first unit, and pairs of an expert; of kEntries how many there are, and those of a copy
+  int first, pairs;                    // of kPairsOfEntries: the first unit, and pairs of an expert
+  int entries, per, of_leaf, tile_shift;   // of kEntries: how many there are, those of a copy, copies of a leaf, logarithm of an entry's pieces
   u32 unit_copies, leaf_shift;         // of a unit; logarithm of those of a chunk
-  u32 tile_bytes, leaf_bytes, chunk_bytes;   // from tile to tile, or expert to expert; from copy to copy of a chunk; from chunk to chunk
+  u32 expert_bytes, tile_bytes, leaf_bytes, chunk_bytes;   // from expert to expert of kEntries; from tile to tile; from copy to copy of a chunk, or leaf to leaf; from chunk to chunk
 
-  K3_DEVICE int pieces(int i) const { return which == kEntries ? min_of(per, entries - i * per) : which != kEmptySlots; }
-  K3_DEVICE const u8* entry(int i) const { return weights + size_t(list[i] & 0xffff) * tile_bytes; }   // entry_expert
+  K3_DEVICE int pieces(int i) const { return which == kEntries ? min_of(per, entries - i % of_leaf * per) << tile_shift : which != kEmptySlots; }
+  // Piece `j` of copy `i` of kEntries.
+  K3_DEVICE const u8* entry(int i, int j) const {
+    const int leaf = i / of_leaf, e = (i - leaf * of_leaf) * per + (j >> tile_shift);
+    return weights + size_t(list[e] & 0xffff) * expert_bytes + (j & ((1 << tile_shift) - 1)) * tile_bytes + leaf * leaf_bytes;   // entry_expert
+  }
   // Piece 0 of copy `i`.
   K3_DEVICE const u8* from(u32 i) const {
     if (which == kEmptySlots) return nullptr;
-    if (which == kEntries) return entry(i * per);
+    if (which == kEntries) return entry(i, 0);
     const u32 unit = i / unit_copies, j = i - unit * unit_copies;
     u32 tile;
     if (which == kTilesOfPhase) tile = list[unit];
@@ -286,7 +291,7 @@ struct LaunchProducer {
           if (fits) {
             barrier_expect(ring.full + slot, parts * s.each);
 #pragma unroll 1
-            for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, j ? s.entry(i * s.per + j) : from, s.each, ring.full + slot);
+            for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, j ? s.entry(i, j) : from, s.each, ring.full + slot);
             ring.issued[slot] = n + 1;
             mine = false;
           } else if (mine) spin.turn(watch, kWaitRoom, phase, n);

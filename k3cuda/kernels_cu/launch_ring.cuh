@@ -245,6 +245,7 @@ struct LaunchProducer {
   const Watch& watch;
   u32 number;                   // of the producers
   u32 window;                   // bytes of all of them in flight at most
+  int ahead;                    // copies without room are brought into the L2 meanwhile: none (0), as many as the window has (1), all that a producer looks after (2)
   u32 issued = 0, choices = 0;  // copies of the phases before this one; choices of experts that it has come by
   LaunchSource source = {};     // of the phase that it is in
 
@@ -281,7 +282,7 @@ struct LaunchProducer {
       const u8* from = next;
       if (ahead < s.count) next = s.from(ahead);
       if (first >= 0) {
-        bool mine = i < s.count;
+        bool mine = i < s.count, asked = false;
         const int parts = mine ? s.pieces(i) : 0;
         const u32 n = issued + i, slot = n % Ring::kSlots;
         const Before room{n - Ring::kSlots}, landed{n - back};
@@ -294,7 +295,14 @@ struct LaunchProducer {
             for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, j ? s.entry(i, j) : from, s.each, ring.full + slot);
             ring.issued[slot] = n + 1;
             mine = false;
-          } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
+          } else if (mine) {
+            if (!asked && (ahead > 1 || (ahead && may))) {
+#pragma unroll 1
+              for (int j = 0; j < parts; ++j) bulk_prefetch(j ? s.entry(i, j) : from, s.each);
+              asked = true;
+            }
+            spin.turn(watch, kWaitRoom, phase, n);
+          }
           if (!K3_POLL && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + slot : landed.slot(), may ? room.parity() : landed.parity());
         }
       }

@@ -72,7 +72,6 @@ struct LaunchRoute {
       ListSmem<List<kTokens>> list;
     };
     int ids[kTokens * kTopK];
-    alignas(16) float bias[kExperts];
   };
   static constexpr int x_vectors(int tokens, int) {
     return (tokens == 1 ? int(sizeof(Room<1>)) : tokens == 2 ? int(sizeof(Room<2>)) : tokens == 4 ? int(sizeof(Room<4>)) : int(sizeof(Room<8>))) / 16 + 1;
@@ -92,16 +91,18 @@ struct LaunchRoute {
     const int row = team.number(), first = min_of(row, kTokens - 1) * kTopK;
     auto& own = room.rows[min_of(row, kTokens - 1)];
     block.team().sync();   // all are finished with the phase before
-    const float* bias = (const float*)block.a.weights[phase];
+    if (row < block.a.rows) {   // the bias, where keys will be, while logits are on their way
+      const float* bias = (const float*)block.a.weights[phase];
 #pragma unroll 1
-    for (int i = block.me.thread(); i < kExperts / 4; i += Consumers::kThreads) copy_async<16>(room.bias + i * 4, bias + i * 4);   // of all rows, while logits are on their way
+      for (int i = team.thread(); i < kExperts / 4; i += Row<kTokens>::kThreads) copy_async<16>(own.keys + i * 4, bias + i * 4);
+    }
     auto ready = [&] {
       block.template receive<kExperts / 4 * kTokens>(p, phase, block.a.rows, kExperts / 4, 0, [&](int row, int k, const uint4& v) { ((uint4*)room.rows[row].scores)[k] = v; });
       copy_wait();
       block.team().sync();
       block.received(phase);
     };
-    route_row<Row<kTokens>>(own.scores, room.bias, row < block.a.rows, block.a.routed_scale, room.ids + first, choice.weight + first, own, ready, team);
+    route_row<Row<kTokens>>(own.scores, (const float*)own.keys, row < block.a.rows, block.a.routed_scale, room.ids + first, choice.weight + first, own, ready, team);
     block.team().sync();
     if (K3_PROBED && block.a.record && blockIdx.x == 0) {   // ids, then weights, of every row
       u32* to = (u32*)(block.a.record + size_t(phase) * block.a.record_vectors);

@@ -81,18 +81,17 @@ class LaunchArgs(ctypes.Structure):
     """As in launch_core.cuh: addresses, then numbers."""
 
     _fields_ = [*_fields(ctypes.c_void_p, "weights programs row_slot logit_rows input exchange result record stamps counts failed trouble"), ("late", ctypes.c_void_p), *_fields(ctypes.c_uint32, "limit pad"),
-                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window first_window prefetch"),
+                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window first_window"),
                 *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS)]
 
 
-def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = LIMIT_NS,
+def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, limit_ns: int = LIMIT_NS,
               situ: tuple[float, float] = (1.0, 1.0), routed_scale: float = 1.0, norm_eps: float = 0.0, block_rows: int = 0, **addresses: int) -> LaunchArgs:
     """The kernel's argument.
 
     Args:
         window: bytes that a block has in flight at most.
         first_window: the same for phases of the first kind that has weights (kda_in of a layer); None: the same.
-        prefetch: copies that find no room are brought into the L2: none (0), as many as the window has (1), all that a producer looks after (2).
         limit_ns: nanoseconds that any wait may take.
         situ: the two betas of the activation. routed_scale: what a row's expert weights add up to. norm_eps: of every norm.
         block_rows: rows that a closed block has room for.
@@ -100,7 +99,7 @@ def arguments(program: BlockProgram, *, window: int, first_window: int | None = 
     """
     args = LaunchArgs(limit=limit_ns >> 10, phases=program.phases, clearings=program.clearings, words=program.words.shape[1], rows=program.rows, block_rows=block_rows,
                       slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window,
-                      first_window=window if first_window is None else first_window, prefetch=prefetch, situ_beta=situ[0],
+                      first_window=window if first_window is None else first_window, situ_beta=situ[0],
                       situ_linear_beta=situ[1], routed_scale=routed_scale, norm_eps=norm_eps, failed=addresses["counts"] + FAILED_AT, **addresses)
     for i, link in enumerate(program.links):
         args.links[i] = LaunchLink(tuple(link.inputs), tuple(link.fields), link.row, link.record_row, link.vectors)

@@ -80,12 +80,12 @@ class Chain:
         clusters = check(driver().cuOccupancyMaxActiveClusters(launch.function, launch.config))
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
-    def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=ls.LIMIT_NS):
+    def launch(self, windows, record=None, stamps=None, limit_ns=ls.LIMIT_NS):
         """`windows`: bytes in flight, and of the first kind with weights if that has another."""
         names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
                  "record": record, "stamps": stamps}
         bench = self.bench
-        args = ls.arguments(self.program, **dict(zip(("window", "first_window"), windows)), prefetch=prefetch, limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
+        args = ls.arguments(self.program, **dict(zip(("window", "first_window"), windows)), limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
                             situ=bench.situ, routed_scale=bench.cfg.routed_scaling_factor, norm_eps=bench.cfg.rms_norm_eps, block_rows=bp.MAX_TOKENS,
                             **{n: a.data.ptr for n, a in names.items() if a is not None})
         return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=bench.timer.raw, cluster=self.cluster,

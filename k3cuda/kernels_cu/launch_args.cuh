@@ -93,7 +93,7 @@ struct LaunchArgs {
   LaunchCounts* counts;
   Watch watch;
   // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window, prefetch;
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window;
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };

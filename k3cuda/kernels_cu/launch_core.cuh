@@ -91,7 +91,7 @@ struct LaunchBlock {
   K3_DEVICE const u32* own_words() const { return a.programs + size_t(blockIdx.x) * a.words; }
 
   K3_DEVICE void produce() {
-    LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(me.warp - kConsumers), u32(a.window), a.prefetch};
+    LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(me.warp - kConsumers), u32(a.window)};
     u32 next = S::Pages::kFirst;
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {

@@ -236,78 +236,52 @@ struct LaunchSource {
   }
 };
 
-// A producer, one warp of kProducers, which take copies in turn; a lane a copy. A copy costs a producer a quarter of a microsecond, some 75 instructions behind one another,
-// so one alone would set the pace of the stream; what a copy takes is little: where the next ones lie is worked out while these wait.
+// A producer, one warp of kProducers, which take copies in turn. Its lanes work out where their copies lie side by side, then issue them one behind the other: who
+// waits sleeps at a barrier, and takes no issue slots from the warps that expand and multiply. One producer alone would set the pace of the stream.
 template <class Ring>
 struct LaunchProducer {
-  static constexpr int kLanes = min_of(8, max_of(1, Ring::kSlots / 2));   // copies that it looks after at the same time
   Ring& ring;
   const Watch& watch;
   u32 number;                   // of the producers
   u32 window;                   // bytes of all of them in flight at most
-  int ahead;                    // copies without room are brought into the L2 meanwhile: none (0), as many as the window has (1), all that a producer looks after (2)
   u32 issued = 0, choices = 0;  // copies of the phases before this one; choices of experts that it has come by
   LaunchSource source = {};     // of the phase that it is in
 
-  // A copy whose barrier must have passed before another is issued; none if the count has not come so far.
-  struct Before {
-    u32 copy;
-    K3_DEVICE int slot() const { return copy % Ring::kSlots; }
-    K3_DEVICE u32 parity() const { return copy / Ring::kSlots & 1; }
-    K3_DEVICE bool none() const { return int(copy) < 0; }
-  };
-  // Barriers alone do not tell: other producers may be a turn of the ring ahead, or behind.
-  K3_DEVICE bool has_room(const Before& b) const { return b.none() || (ring.issued[b.slot()] == b.copy + 1 && barrier_test(ring.empty + b.slot(), b.parity())); }
-  K3_DEVICE bool has_landed(const Before& b) const {
-    if (b.none()) return true;
-    const int since = int(ring.issued[b.slot()] - (b.copy + 1));
-    return since > 0 || (since == 0 && barrier_test(ring.full + b.slot(), b.parity()));
+  // Until copy `n`, one of its own, has landed, if there is one. Its slot may have had another copy since, by another producer: then its barrier does not tell.
+  K3_DEVICE void await_landed(u32 n, int phase) const {
+    if (int(n) < 0) return;
+    const u32 slot = n % Ring::kSlots;
+    for (Spin spin; ring.issued[slot] == n + 1 && !barrier_try(ring.full + slot, n / Ring::kSlots & 1);) spin.turn(watch, kWaitRoom, phase, n);
   }
-  // Until the first lane with a copy to issue may go on: until a barrier of its passes, counted from the first full one.
-  K3_DEVICE void sleep(bool mine, int barrier, u32 parity) const {
-    const int first = first_lane(__ballot_sync(kFullWarp, mine));
-    if (first < 0) return;
-    barrier = __shfl_sync(kFullWarp, barrier, first), parity = __shfl_sync(kFullWarp, parity, first);
-    barrier_try(ring.full + barrier, parity);
+  // Until the copy before `n` in its slot has been there, and has been used up.
+  K3_DEVICE void await_room(u32 n, int phase) const {
+    if (n < Ring::kSlots) return;
+    const u32 slot = n % Ring::kSlots;
+    for (Spin spin; ring.issued[slot] != n + 1 - Ring::kSlots || !barrier_try(ring.empty + slot, n / Ring::kSlots & 1 ^ 1);) spin.turn(watch, kWaitRoom, phase, n);
   }
 
   K3_DEVICE void copies(int phase) {
     const LaunchSource& s = source;
     const u32 back = max_of(1, window / s.bytes / kProducers) * kProducers;
-    const int own = (number + kProducers - issued % kProducers) % kProducers, lane = lane_id() < kLanes ? lane_id() : s.count;
-    const u8* next = nullptr;
 #pragma unroll 1
-    for (int first = -kLanes;;) {   // the round before the first one only works out where that one's copies lie
-      const int i = (first + lane) * kProducers + own, ahead = i + kLanes * kProducers;
-      const u8* from = next;
-      if (ahead < s.count) next = s.from(ahead);
-      if (first >= 0) {
-        bool mine = i < s.count, asked = false;
-        const int parts = mine ? s.pieces(i) : 0;
-        const u32 n = issued + i, slot = n % Ring::kSlots;
-        const Before room{n - Ring::kSlots}, landed{n - back};
-        Spin spin;
-        while (__any_sync(kFullWarp, mine)) {
-          const bool may = mine && has_landed(landed), fits = may && has_room(room);
-          if (fits) {
-            barrier_expect(ring.full + slot, parts * s.each);
+    for (int i = (number + kProducers - issued % kProducers) % kProducers + lane_id() * kProducers; __any_sync(kFullWarp, i < s.count); i += kWarpSize * kProducers) {
+      const u8* from = i < s.count ? s.from(i) : nullptr;
+      const u32 n = issued + i;
 #pragma unroll 1
-            for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, j ? s.entry(i, j) : from, s.each, ring.full + slot);
-            ring.issued[slot] = n + 1;
-            mine = false;
-          } else if (mine) {
-            if (!asked && (ahead > 1 || (ahead && may))) {
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        if (lane == lane_id() && i < s.count) {
+          await_landed(n - back, phase);
+          await_room(n, phase);
+          const u32 slot = n % Ring::kSlots;
+          const int parts = s.pieces(i);
+          barrier_expect(ring.full + slot, parts * s.each);
 #pragma unroll 1
-              for (int j = 0; j < parts; ++j) bulk_prefetch(j ? s.entry(i, j) : from, s.each);
-              asked = true;
-            }
-            spin.turn(watch, kWaitRoom, phase, n);
-          }
-          if (!K3_POLL && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + slot : landed.slot(), may ? room.parity() : landed.parity());
+          for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, j ? s.entry(i, j) : from, s.each, ring.full + slot);
+          ring.issued[slot] = n + 1;
         }
+        __syncwarp();
+        if (!__any_sync(kFullWarp, lane < lane_id() && i < s.count)) break;
       }
-      first += kLanes;
-      if (first * kProducers + own >= s.count) break;
     }
     issued += s.count;
   }

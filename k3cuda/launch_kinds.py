@@ -111,9 +111,10 @@ class Product(Kind):
         return (self.inputs // self.parts * BYTES[source.dtype] if self.parts > 1 else source.nbytes) * rows
 
     def kind(self, copy: int, most: int) -> str:
-        if self.steps % 2 and self.steps > 1 or TREE_LEAVES % (self.leaves // self.parts):
-            raise PlanError(f"{self.name} has {self.leaves} leaves of {self.steps} k-steps in {self.parts} parts; "
-                            f"wanted one or an even number of steps and at most {TREE_LEAVES} leaves a block, a power of two")
+        odd = copy // (TILE_ROWS * MMA_K * BYTES["bf16"])   # steps of a copy, which an odd number must be
+        if self.steps % 2 and self.steps > odd or TREE_LEAVES % (self.leaves // self.parts) or self.leaves < TREE_LEAVES and self.parts > 1:
+            raise PlanError(f"{self.name} has {self.leaves} leaves of {self.steps} k-steps in {self.parts} parts; wanted an even number of steps or at most {odd}, "
+                            f"and {TREE_LEAVES} leaves or less in one part, a power of two")
         types = self.output_type(), self.input_type(most), self.add_type(most)
         return f"LaunchProduct<{self.leaves}, {self.steps}, {self.parts}, {copy}, {', '.join(types)}>"
 
@@ -186,15 +187,16 @@ class ExpertUp(Kind):
 
 @dataclass(frozen=True)
 class ExpertDown(Kind):
-    """w2 of the chosen experts, one leaf of K: items in, rows out."""
+    """w2 of the chosen experts: items in, rows out."""
 
     tiles: int
+    leaves: int
     groups: int
     is_chosen = True
 
     @property
     def inputs(self) -> int:
-        return self.groups * MXFP4_GROUP
+        return self.leaves * self.groups * MXFP4_GROUP
 
     @property
     def outputs(self) -> int:
@@ -202,7 +204,7 @@ class ExpertDown(Kind):
 
     @property
     def expert_leaves(self) -> int:
-        return self.tiles
+        return self.tiles * self.leaves
 
     def units(self, grid: Grid, rows: int) -> tuple[int, ...]:
         pairs = -(-self.tiles // 2)
@@ -211,7 +213,7 @@ class ExpertDown(Kind):
         return (0,) * pairs
 
     def kind(self, copy: int, most: int) -> str:
-        return f"LaunchExpertDown<{self.groups}, {self.tiles}, {copy}, {_out((0,), self.fields)}>"
+        return f"LaunchExpertDown<{self.leaves}, {self.groups}, {self.tiles}, {copy}, {_out((0,), self.fields)}>"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Mixes and norms of rows as kinds of phases of a single launch: their rounds. kernels_cu/launch_mix.cuh runs them."""
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from .draft_config import PREFIX
 from .errors import PlanError
 from .launch_kinds import VECTOR, Field, Kind
 from .phases import MIX_SLICES, Grid
+from .plan import Taps
 from .weights import tree_leaves
 
 CLOSED, SUMS, OUT = "LaunchMixClosed", "LaunchMixSums", "LaunchMixOut"
@@ -12,7 +14,8 @@ CLOSED, SUMS, OUT = "LaunchMixClosed", "LaunchMixSums", "LaunchMixOut"
 @dataclass(frozen=True)
 class Mix(Kind):
     """A round of a mix or a norm over rows of `n` values: `rank_parts` of them join, `blocks` closed ones at most are mixed in. `stage`: whose rounds they are.
-    `is_last`: of sums behind which there is no third round, since their readers norm for themselves. `most_slices`: of a row.
+    `is_last`: of sums behind which there is no third round, since their readers norm for themselves. `most_slices`: of a row. `taps`: of a row, where a draft
+    model reads what the round makes (`tapped`).
 
     A phase's own number: how many blocks are closed, and from bit 4 on whether the sum before it becomes one.
     """
@@ -24,6 +27,7 @@ class Mix(Kind):
     stage: str = field(kw_only=True)
     is_last: bool = field(default=False, kw_only=True)
     most_slices: int = field(default=MIX_SLICES, kw_only=True)
+    taps: int = field(default=0, kw_only=True)
     home = 0
 
     @property
@@ -47,11 +51,11 @@ class Mix(Kind):
     def kind(self, copy: int, most: int) -> str:
         if self.n // self.slices % VECTOR:
             raise PlanError(f"{self.name} has slices of {self.n // self.slices} values; wanted multiples of {VECTOR}")
-        return f"{self.round}<{self.shape(most)}{', true' if self.is_last else ''}>"
+        return f"LaunchMixRound<{self.round}<{self.shape(most)}{', true' if self.is_last else ''}>, {self.rank_parts}, {self.taps}>"
 
     def shape(self, most: int) -> str:
         """Its C++ shape, of blocks that have at most `most` slices."""
-        return f"LaunchMixShape<{self.n}, {self.leaves}, {self.rank_parts}, {self.blocks}, {self.slices}, {most}>"
+        return f"LaunchMixShape<{self.n}, {self.leaves}, {self.blocks}, {self.slices}, {most}>"
 
 
 def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out: Field | None, most_slices: int = MIX_SLICES) -> tuple[Mix, ...]:
@@ -68,6 +72,16 @@ def mix_rounds(name: str, n: int, rank_parts: int, blocks: int, reads: str, out:
         return (*first, make("_sums", SUMS, reads=read, fields=fields, is_last=True))
     sums = of_row("sums", leaves * 4)
     return (*first, make("_sums", SUMS, reads=read, fields=(sums,)), make("", OUT, reads=(sums.name,), fields=(out,)))
+
+
+def tapped(kinds: tuple[Kind, ...], taps: Taps | None) -> tuple[Kind, ...]:
+    """The same kinds, of which the round of attn_mix that makes what a draft model reads leaves it. Raises PlanError where there is no such round."""
+    if taps is None:
+        return kinds
+    leaves = lambda k: isinstance(k, Mix) and (k.stage, k.round) == ("attn_mix", SUMS if taps.stream == PREFIX else OUT)
+    if not any(map(leaves, kinds)):
+        raise PlanError(f"no phase makes the {taps.stream} stream of taps")
+    return tuple(replace(k, taps=len(taps.layers)) if leaves(k) else k for k in kinds)
 
 
 def normed_reads(sums: Mix) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ KdaMix = _struct("KdaMix", row_slot="p", rows="i", heads="i", qkv="p", f_a="p", 
                  a_log="p", dt_bias="p", q_conv="p", k_conv="p", v_conv="p", o_norm="p", k="p", v="p", decay="p", out="p", lower_bound="f", l2_eps="f", eps="f")
 MlaAttend = _struct("MlaAttend", **_ROWS, query="p", map="p", first="i", score_scale="f", cache_scale="f", partial="p", top_sum="p", next="p", out="p")
 MlaWrite = _struct("MlaWrite", **_ROWS, query="p", latent="p", query_norm="p", latent_norm="p", query_out="p", cache="p", cache_scale="f", eps="f")
-LaunchMix = _struct("LaunchMix", score="p", weight="p", hidden="p", blocks="p")
+LaunchMix = _struct("LaunchMix", score="p", weight="p", hidden="p", blocks="p", taps="p")
 LaunchTokens = _struct("LaunchTokens", token_ids="p", table="p", hidden="p")
 
 

@@ -1,11 +1,10 @@
 """Products and experts of one rank as kinds of phases, and chains of them without what lies between."""
 from . import packing
 from .config import K3Config
-from .errors import PlanError
 from .launch_kinds import ExpertDown, ExpertUp, ForcedChoice, Kind, Product, linked
 from .packing import leaves_and_steps
 from .phases import TILE_ROWS
-from .weights import BY_NAME, rank_shape
+from .weights import BY_NAME, TREE_LEAVES, rank_shape
 
 
 def own_tiles(cfg: K3Config, tp: int, names: str) -> list[int]:
@@ -13,11 +12,16 @@ def own_tiles(cfg: K3Config, tp: int, names: str) -> list[int]:
     return [-(-rank_shape(BY_NAME[name], cfg.dims(), tp)[0] // TILE_ROWS) for name in names.split()]
 
 
+def parts_of(leaves: int, cluster: int) -> int:
+    """Blocks that share a unit: of fewer than all leaves of a tree a block has more groups of warps at work than a cluster has inboxes."""
+    return cluster if leaves == TREE_LEAVES else 1
+
+
 def product(cfg: K3Config, tp: int, cluster: int, name: str, **more) -> Product:
     """The product of a stage (or of shared_down), on one rank."""
     names = " ".join(next(p for p in packing.PACKED["route" if name == "shared_down" else name] if p.how in (packing.TILES, packing.PAIRS)).sources)
     leaves, steps = leaves_and_steps(names.split()[-1], cfg, tp)
-    return Product(name, sum(own_tiles(cfg, tp, names)), leaves, steps, cluster if leaves % cluster == 0 else 1, **more)
+    return Product(name, sum(own_tiles(cfg, tp, names)), leaves, steps, parts_of(leaves, cluster), **more)
 
 
 def dense_products(cfg: K3Config, tp: int, cluster: int = 1) -> tuple[Kind, ...]:
@@ -27,11 +31,9 @@ def dense_products(cfg: K3Config, tp: int, cluster: int = 1) -> tuple[Kind, ...]
 
 def experts(cfg: K3Config, tp: int, cluster: int) -> tuple[ExpertUp, ExpertDown]:
     """w1 and w3, and w2, of a rank."""
-    leaves, groups = leaves_and_steps("expert_w2", cfg, tp)
-    if leaves != 1:
-        raise PlanError(f"a rank of {tp} holds {leaves} leaves of w2; wanted one")
-    return (ExpertUp("expert_up", own_tiles(cfg, tp, "expert_w1")[0], *leaves_and_steps("expert_w1", cfg, tp), cluster),
-            ExpertDown("moe_down", own_tiles(cfg, tp, "expert_w2")[0], groups))
+    leaves, groups = leaves_and_steps("expert_w1", cfg, tp)
+    return (ExpertUp("expert_up", own_tiles(cfg, tp, "expert_w1")[0], leaves, groups, parts_of(leaves, cluster)),
+            ExpertDown("moe_down", own_tiles(cfg, tp, "expert_w2")[0], *leaves_and_steps("expert_w2", cfg, tp)))
 
 
 def with_experts(cfg: K3Config, tp: int, cluster: int) -> tuple[Kind, ...]:

@@ -9,24 +9,24 @@ from .launch_kinds import Product
 
 TOKENS_OF_ENTRY = 8   # expert_core.cuh
 COPY = 7680           # bytes of a bulk copy at most: the fastest measured (docs/megakernel-log.md)
-LIMIT_NS = 2_000_000_000   # that any wait may take
+LIMIT_NS = 2_000_000_000   # that any wait may take; the kernel counts in units of 1,024 (launch_ring.cuh)
 STAMPS = 7            # of a phase in a block: LaunchStamp
 COUNT_BYTES, FAILED_AT = 128 * 17, 8   # of LaunchCounts; where in it `failed` stands
 
 
 def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY, shared: int = MAX_SHARED, name: str = "product_chain",
-              receive_batch: int = 4, poll: bool = False, watch_one: bool = False) -> str:
+              receive_batch: int = 4, poll: bool = False, probed: bool = False) -> str:
     """C++ of the shape of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
 
     Args:
         ring: bytes of the ring at most. copy: bytes of a bulk copy at most. shared: bytes of shared memory of a block.
         receive_batch: vectors that a thread asks for at once, at most. poll: who waits for the ring does not sleep.
-        watch_one: of several vectors that are not there yet a thread asks for the first one alone until it is.
+        probed: with records and stamps, for tests and benchmarks.
     """
     streaming = next((i for i, k in enumerate(program.kinds) if k.is_chosen or isinstance(k, Product)), -1)
     numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {program.page}, {shared}, {streaming}"
     kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
-    return (f'#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_WATCH_ONE {int(watch_one)}\n#include "launch_core.cuh"\n'
+    return (f'#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n#include "launch_core.cuh"\n'
             f"typedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n"
             f'extern "C" __constant__ int {name}_launch[4] = {{kLaunchThreads, {name}_shape::kSmem, {name}_shape::kCluster, {name}_shape::kSlots}};\n')
 
@@ -80,27 +80,26 @@ class LaunchLink(ctypes.Structure):
 class LaunchArgs(ctypes.Structure):
     """As in launch_core.cuh: addresses, then numbers."""
 
-    _fields_ = [*_fields(ctypes.c_void_p, "weights programs row_slot logit_rows input exchange result record stamps counts failed trouble"), ("limit_ns", ctypes.c_uint64),
-                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window first_window prefetch"),
+    _fields_ = [*_fields(ctypes.c_void_p, "weights programs row_slot logit_rows input exchange result record stamps counts failed trouble"), ("late", ctypes.c_void_p), *_fields(ctypes.c_uint32, "limit pad"),
+                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window first_window"),
                 *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS)]
 
 
-def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = LIMIT_NS,
+def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, limit_ns: int = LIMIT_NS,
               situ: tuple[float, float] = (1.0, 1.0), routed_scale: float = 1.0, norm_eps: float = 0.0, block_rows: int = 0, **addresses: int) -> LaunchArgs:
     """The kernel's argument.
 
     Args:
         window: bytes that a block has in flight at most.
         first_window: the same for phases of the first kind that has weights (kda_in of a layer); None: the same.
-        prefetch: copies that are brought into the L2 while a ring is full.
         limit_ns: nanoseconds that any wait may take.
         situ: the two betas of the activation. routed_scale: what a row's expert weights add up to. norm_eps: of every norm.
         block_rows: rows that a closed block has room for.
         addresses: the pointers of LaunchArgs but `failed`; those left out are null.
     """
-    args = LaunchArgs(limit_ns=limit_ns, phases=program.phases, clearings=program.clearings, words=program.words.shape[1], rows=program.rows, block_rows=block_rows,
+    args = LaunchArgs(limit=limit_ns >> 10, phases=program.phases, clearings=program.clearings, words=program.words.shape[1], rows=program.rows, block_rows=block_rows,
                       slot_vectors=program.slot_vectors, record_vectors=program.record_vectors, window=window,
-                      first_window=window if first_window is None else first_window, prefetch=prefetch, situ_beta=situ[0],
+                      first_window=window if first_window is None else first_window, situ_beta=situ[0],
                       situ_linear_beta=situ[1], routed_scale=routed_scale, norm_eps=norm_eps, failed=addresses["counts"] + FAILED_AT, **addresses)
     for i, link in enumerate(program.links):
         args.links[i] = LaunchLink(tuple(link.inputs), tuple(link.fields), link.row, link.record_row, link.vectors)

@@ -16,7 +16,7 @@ What the launch of a `step_program` is given (launch_source.arguments), all of i
   | structure | fields |
   |---|---|
   | LaunchTokens | token_ids: the input buffer. table: packed array 0 (embed_tokens, this rank's rows). hidden: the buffer, whose live rows begin with zeros |
-  | LaunchMix | attn_mix, ffn_mix, output_mix: score and weight are packed arrays 0 and 1; hidden and blocks are the buffers hidden and res_blocks. routed_norm: score, hidden, blocks are null, weight is packed array 0 |
+  | LaunchMix | attn_mix, ffn_mix, output_mix: score and weight are packed arrays 0 and 1; hidden and blocks are the buffers hidden and res_blocks, taps the buffer of that name from the mix's own tap on, or null. routed_norm: score, hidden, blocks, taps are null, weight is packed array 0 |
   | KdaMix | row_slot: the buffer. rows: program.rows. heads: this rank's. qkv, beta, k, v, decay: the records of these names (kda_...) of this layer. state, conv_state: of this layer. f_b, a_log, dt_bias, q_conv, k_conv, v_conv, o_norm: packed arrays 0 to 6. f_a, out_gate, out: null. lower_bound, l2_eps, eps: gate_lower_bound, L2NORM_EPS, rms_norm_eps |
   | LaunchMla | one for mla_norm, mla_attend and mla_combine of a layer. Both parts: row_slot, row_position, page_table: the buffers; slot_pages: theirs; rows: program.rows; cache_scale: of the layer. attend: map, first, score_scale, partial, top_sum as in stages/mla.cuh; query, next, out: null. write: query_norm, latent_norm: packed arrays 0 and 1; cache: of this layer; eps: MLA_NORM_EPS; query, latent, query_out: null |
 
@@ -27,15 +27,17 @@ What the launch of a `step_program` is given (launch_source.arguments), all of i
 from dataclasses import dataclass
 
 from .block_program import PAGE_WORDS, BlockProgram, program
+from .draft_config import ATTN_RES
 from .errors import PlanError
-from .launch_kinds import Field, Kind, Product
+from .launch_kinds import BYTES, Field, Kind, Product
 from .launch_layer import INPUT, LAYER_SLOTS, MERGED_ROWS, layer_kinds, layer_steps
-from .launch_mixes import Mix, normed_reads
+from .launch_mixes import Mix, normed_reads, tapped
 from .launch_mla import both_kinds, mla_kinds, of_its_sort
 from .launch_rank import own_tiles, product
 from .phases import TILE_ROWS, Grid
 from .plan import Plan
 
+MOST_X = 120 * 1024   # bytes of a block's share of what a product multiplies: more leaves the ring too few copies
 DENSE, MOE = ("dense_up", "dense_down", "dense_sum"), ("moe_in", "route", "expert_up", "moe_down", "shared_down", "routed_norm_sums", "routed_norm", "latent_up")
 
 
@@ -88,16 +90,22 @@ def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: i
         grid: blocks and clusters of the device.
         cache: bytes of a value of the MLA cache, 1 (FP8) or 2 (BF16).
         rank_parts: ranks whose parts a sum over ranks has. The launch runs one rank, which looped back stands for all: plan.tp.
-        merged: products norm for themselves what they read; None: where that is faster, up to MERGED_ROWS rows.
+        merged: products norm for themselves what they read; None: where that is faster, up to MERGED_ROWS rows, and no draft model reads mixtures: nobody makes
+            them whole then.
         page: words of a page of a block's program.
         layers: the first ones that the step has, and then its output; None: all.
-    Raises PlanError where the launch can't run such a step: taps, a cache that is split over ranks, sizes that its kinds of phases do not fit. A step
-    then runs as the standard path has it.
+    Raises PlanError where the launch can't run such a step: a cache that is split over ranks, mixtures that are merged and read, sizes that its kinds of
+    phases do not fit. A step then runs as the standard path has it.
     """
     cfg = plan.cfg
-    if plan.num_taps or plan.dcp > 1:
-        raise PlanError(f"a step of one launch has no {'taps' if plan.num_taps else 'cache that ranks hold together'}")
-    kinds = step_kinds(plan, rows, grid, cache=cache, rank_parts=rank_parts, merged=rows <= MERGED_ROWS if merged is None else merged)
+    if plan.dcp > 1:
+        raise PlanError("a step of one launch has no cache that ranks hold together")
+    if merged is None:
+        merged = rows <= MERGED_ROWS and not (plan.taps and plan.taps.stream == ATTN_RES)
+    kinds = tapped(step_kinds(plan, rows, grid, cache=cache, rank_parts=rank_parts, merged=merged), plan.taps)
+    for k in kinds:
+        if isinstance(k, Product) and (x := k.inputs // k.parts * BYTES["bf16"] * rows) > MOST_X:
+            raise PlanError(f"{k.name} multiplies {rows} rows of {k.inputs // k.parts} values, {x >> 10} KB; wanted at most {MOST_X >> 10} KB")
     of_sort = of_its_sort(cfg, mla_kinds(cfg, plan.tp, grid.cluster, rows=rows, cache=cache, blocks=grid.sms))
     has = lambda k, layer: of_sort(k, layer) and k.name not in (MOE if cfg.is_dense(layer) else DENSE)
     first, behind = kinds[:1], tuple(k for k in kinds if isinstance(k, Head) or isinstance(k, Mix) and k.stage == "attn_mix" and k is not kinds[1])

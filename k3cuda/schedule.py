@@ -56,6 +56,8 @@ def deal(phases: list[Phase], grid: Grid) -> tuple[tuple[tuple[int, int], ...], 
         usable = grid.sms - grid.sms % phase.parts
         busy = {b for b, program in enumerate(programs) if phase.beside and program and program[-1][0] == at - 1}
         busy = busy if len(busy) < usable else set()
+        if not busy and phase.parts == 1 and len(phase.late) < usable and -(-len(phase.units) // usable) == -(-len(phase.units) // (usable - len(phase.late))):
+            busy = phase.late   # the others have no more for it
         queues = [[(0, 0, b in phase.late, since[b], b) for b in range(part, usable, phase.parts) if b not in busy] for part in range(phase.parts)]
         for queue in queues:
             heapify(queue)

@@ -5,7 +5,7 @@ experts (`layer`; `layer16`: forced), experts and their norm; with latent attent
 layers of both sorts (`real`), or a whole step of the model's first --layers layers, from token ids to logits (`first`).
 
     scripts/bench_launch.py [--cases 0:1,16:1,107:8,layer:1,layer107:8] [--clusters 1,2,4] [--windows 48,48:96] [--layers 21]
-                            [--prefetch 0,24] [--whole-units] [--receive-batch 8] [--poll] [--watch-one] [--merged-rows 1] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
+                            [--whole-units] [--receive-batch 8] [--poll] [--merged-rows 1] [--check] [--only ffn_mix,route] [--stress 100] [--lose] [--stamps]
 """
 import argparse
 import ctypes
@@ -31,7 +31,7 @@ from k3cuda.phases import Grid  # noqa: E402
 SPREAD = (0.1, 10, 100)
 
 
-def by_phase(chain, windows, prefetch):
+def by_phase(chain, windows):
     """Median microseconds of every kind of phase: `hand_over` from the last end of what it reads to the last block's input, `works` from there
     to the last end, `block_waits` and `block_works` of single blocks; of single blocks too `unclean`, until its slot is clean, `ahead`, from the last copy's issue to the
     input, and `weights_late`, from the input to the last copy's issue where that is later; `clears`, from the last block's input to clean slots everywhere."""
@@ -39,7 +39,7 @@ def by_phase(chain, windows, prefetch):
     stamps = cp.zeros((chain.grid, p.phases, ls.STAMPS), cp.uint64)
     for _ in range(2):
         stamps.fill(0)
-        chain.run(windows, prefetch, stamps=stamps)
+        chain.run(windows, stamps=stamps)
     t = stamps.get().astype(np.int64)
     works = t[:, :, 2] > 0
     last = np.where(works[:, :, None], t[:, :, :3], 0).max(0)     # [phase, stamp]
@@ -70,11 +70,9 @@ def main():
     parser.add_argument("--windows", type=pairs, default=[(48,)], help="KB in flight, and in kda_in if that is to have another")
     parser.add_argument("--copy", type=numbers, default=[ls.COPY], help="bytes of a copy at most")
     parser.add_argument("--ring", type=numbers, default=[224], help="KB at most")
-    parser.add_argument("--prefetch", type=numbers, default=[0], help="copies brought into the L2 while a ring is full")
     parser.add_argument("--whole-units", action="store_true", help="blocks of a cluster do units of w1 and w3 alone, and read all of their input")
     parser.add_argument("--receive-batch", type=int, default=4, help="vectors that a thread asks for at once, at most")
     parser.add_argument("--poll", action="store_true", help="who waits for the ring does not sleep")
-    parser.add_argument("--watch-one", action="store_true", help="who waits for several vectors asks for the first one alone until it is there")
     parser.add_argument("--merged-rows", type=int, default=MERGED_ROWS, help="rows of a layer up to which products norm for themselves what they read")
     parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--check", action="store_true", help="bytes only")
@@ -85,13 +83,13 @@ def main():
     parser.add_argument("--lose", action="store_true", help="lose a result of the first layout: must end in a record")
     parser.add_argument("--plain", action="store_true", help="not a cooperative launch")
     args = parser.parse_args()
-    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None, args.merged_rows, receive_batch=args.receive_batch, poll=args.poll, watch_one=args.watch_one), [], 0
+    bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None, args.merged_rows, receive_batch=args.receive_batch, poll=args.poll), [], 0
     layouts = [(case, c, copy, ring) for case in args.cases for c in args.clusters for copy in args.copy for ring in args.ring
                if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
     stress = ("-DK3_STRESS",)
     options = ((), stress)[:1 + bool(args.stress)]
     programs = {(case, c): bench.program(case, checked_layers(case), Grid(sms=bench.device.sms // c * c, cluster=c)) for case, c, *_ in layouts}
-    bench.prepare([bench.source(programs[case, c], copy, ring) for case, c, copy, ring in layouts], options,
+    bench.prepare([bench.source(programs[case, c], copy, ring, probed) for case, c, copy, ring in layouts for probed in (False, True)], options,
                   () if args.no_check else [standard_of(bench, p).text for p in programs.values()])
     kb = [tuple(n * 1024 for n in w) for w in args.windows]
     for case, c, copy, ring in layouts if not args.no_check else ():
@@ -118,19 +116,19 @@ def main():
     ceiling = bench.timer.read_ceiling(pool, bench.device.name)
     print(f"read ceiling {ceiling / 1e12:.3f} TB/s")
     for case, c, copy, ring in layouts:
-        chain = Chain(bench, case, c, args.layers, copy, ring)
-        experts = chain.experts_read(kb[0]) if case.has_experts else 0.0
+        experts = Chain(bench, case, c, args.layers, copy, ring).experts_read(kb[0]) if case.has_experts else 0.0
+        chain = Chain(bench, case, c, args.layers, copy, ring, probed=args.stamps)
         nbytes = bench.layer_bytes(chain, experts)
         floor = nbytes / ceiling * 1e6
-        for windows, prefetch in ((w, n) for w in kb for n in args.prefetch):
-            us = bench.timer.median(chain.launch(windows, prefetch).launch, repeats=5, warm=1) * 1e6 / args.layers
+        for windows in kb:
+            us = bench.timer.median(chain.launch(windows).launch, repeats=5, warm=1) * 1e6 / args.layers
             bench.synchronize()
             results.append({"case": case.what, "rows": case.rows, "experts": experts, "cluster": c, "blocks": chain.grid, "copy": copy, "slots": chain.slots,
-                            "window": windows, "prefetch": prefetch, "us_a_layer": us, "mb_a_layer": nbytes / 1e6, "floor_us": floor, "ratio": us / floor})
+                            "window": windows, "us_a_layer": us, "mb_a_layer": nbytes / 1e6, "floor_us": floor, "ratio": us / floor})
             print(f"{case}, {experts:.0f} experts, clusters of {c}, {chain.grid} blocks, copies of {copy}, {chain.slots} slots, window {':'.join(str(w >> 10) for w in windows)}, "
-                  f"prefetch {prefetch}: {us:.2f} us a layer, {us / floor:.2f} x of {nbytes / 1e6:.1f} MB", flush=True)
+                  f"{us:.2f} us a layer, {us / floor:.2f} x of {nbytes / 1e6:.1f} MB", flush=True)
             if args.stamps:
-                results[-1]["phases"] = by_phase(chain, windows, prefetch)
+                results[-1]["phases"] = by_phase(chain, windows)
                 for name, times in results[-1]["phases"].items():
                     print(f"    {name:16} " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
     commit = os.environ.get("K3CUDA_COMMIT") or subprocess.run(["git", "rev-parse", "-q", "--verify", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()

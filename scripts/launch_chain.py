@@ -32,12 +32,12 @@ def checked_layers(case) -> int:
 class Chain:
     """One program compiled and ready: its weights, its exchange, its launch."""
 
-    def __init__(self, bench, case, cluster, layers, copy, ring, options=()):
+    def __init__(self, bench, case, cluster, layers, copy, ring, options=(), probed=True):
         self.bench, self.case, self.cluster, self.layers = bench, case, cluster, layers
         self.copy, self.ring = copy, ring
         self.grid, self.clusters = self.fits(bench.source(bench.program(case, checked_layers(case), Grid(sms=bench.device.sms // cluster * cluster, cluster=cluster)), copy, ring))
         self.program = p = bench.program(case, layers, Grid(sms=self.grid, cluster=cluster, ring=ring * 1024, copy=copy))
-        self.module, (self.threads, self.shared, _, self.slots) = bench.module(bench.source(p, copy, ring), options)
+        self.module, (self.threads, self.shared, _, self.slots) = bench.module(bench.source(p, copy, ring, probed), options)
         self.function = self.module.function("product_chain", self.shared)
         self.words, self.result = cp.asarray(p.words), cp.zeros((case.rows, p.output_vectors * 4), cp.uint32)
         self.choices = bench.choices(case, p)
@@ -80,26 +80,26 @@ class Chain:
         clusters = check(driver().cuOccupancyMaxActiveClusters(launch.function, launch.config))
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
-    def launch(self, windows, prefetch=0, record=None, stamps=None, limit_ns=ls.LIMIT_NS):
+    def launch(self, windows, record=None, stamps=None, limit_ns=ls.LIMIT_NS):
         """`windows`: bytes in flight, and of the first kind with weights if that has another."""
         names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
                  "record": record, "stamps": stamps}
         bench = self.bench
-        args = ls.arguments(self.program, **dict(zip(("window", "first_window"), windows)), prefetch=prefetch, limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
+        args = ls.arguments(self.program, **dict(zip(("window", "first_window"), windows)), limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
                             situ=bench.situ, routed_scale=bench.cfg.routed_scaling_factor, norm_eps=bench.cfg.rms_norm_eps, block_rows=bp.MAX_TOKENS,
                             **{n: a.data.ptr for n, a in names.items() if a is not None})
         return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=bench.timer.raw, cluster=self.cluster,
                       cooperative=not bench.is_plain)
 
-    def run(self, windows, prefetch=0, **more):
+    def run(self, windows, **more):
         """One launch from the same prefix sums and closed blocks as every other one."""
         self.bench.begin()
-        self.launch(windows, prefetch, **more).launch()
+        self.launch(windows, **more).launch()
         self.bench.synchronize()
 
-    def recorded(self, windows, prefetch=0):
+    def recorded(self, windows):
         record = cp.zeros((self.program.phases, self.program.record_vectors * 4), cp.uint32)
-        self.run(windows, prefetch, record=record)
+        self.run(windows, record=record)
         return record.get()
 
     def check(self, windows):
@@ -108,8 +108,8 @@ class Chain:
         p, bench = self.program, self.bench
         standard, device = self.standard(), GpuDevice(self.bench, self.bench.module(self.standard().text)[0])
         differ = {}
-        for prefetch in (0, 8):
-            record = self.recorded(windows, prefetch)
+        for _ in range(2):
+            record = self.recorded(windows)
             hidden, blocks = bench.hidden_before.get(), bench.blocks_before.get()
             for layer, made in self.kdas.items():
                 made.records = {n: self.kda_arrays[layer][n].get() for n in made.records}

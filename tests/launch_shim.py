@@ -26,8 +26,8 @@ SITU, ROUTED_SCALE, NORM_EPS = (1.5, 2.5), 1.25, 1e-5
 EXPERTS, TOP_K, BLOCKS = 16, 4, 3
 HIDDEN, LATENT, RANKS, CLOSED, BLOCK_ROWS = 512, 96, 4, 3, 9   # values of a row, ranks, closed blocks at most, rows that those have room for
 HEADS, DIM = 2, 128
-PRODUCTS = (lk.Product("wide", 7, 16, 2), lk.Product("one_leaf", 33, 1, 6), lk.Product("two", 5, 2, 4))
-UP, DOWN = lk.ExpertUp("up", 4, 4, 3), lk.ExpertDown("down", 6, 2)
+PRODUCTS = (lk.Product("wide", 7, 16, 2), lk.Product("one_leaf", 33, 1, 6), lk.Product("odd", 5, 2, 3))
+UP, DOWN = lk.ExpertUp("up", 4, 4, 3), lk.ExpertDown("down", 6, 2, 1)
 WITH_EXPERTS = (PRODUCTS[0], lk.ForcedChoice("choice", EXPERTS), UP, DOWN)
 
 
@@ -96,7 +96,7 @@ class Case:
         is_layer = kinds[0].fields
         top_k = TOP_K if any(isinstance(k, lk.ExpertUp) for k in kinds) else 0
         self.program = p = bp.program(kinds, small_steps(kinds, opening, has), rows, grid, top_k, slots=LAYER_SLOTS) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
-        self.library = host.build("#define K3_STRESS\n" * stress + "".join(f"#define {d}\n" for d in defines) + ls.source(p, ring=40 * 1024, copy=4096), ["product_chain"], folder)
+        self.library = host.build("#define K3_STRESS\n" * stress + "".join(f"#define {d}\n" for d in defines) + ls.source(p, ring=40 * 1024, copy=4096, probed=True), ["product_chain"], folder)
         self.rng, self.weights, self.mixes, self.choices, self.kdas, self.mlas, self.context = np.random.default_rng(seed), {}, {}, {}, {}, {}, context
         self.hidden = self.rng.standard_normal((BLOCK_ROWS, HIDDEN)).astype(np.float32)
         self.blocks = np.full((CLOSED, BLOCK_ROWS, HIDDEN), np.nan, np.float32)   # closed ones are made in the launch
@@ -170,7 +170,7 @@ def launched(library, program, weights, x, launches=1, record=None, limit_ns=100
     words = program.words if words is None else words
     names = dict(weights=places, programs=words, input=x, exchange=exchange, result=result, counts=counts, trouble=trouble, record=record)
     addresses = {n: a.ctypes.data for n, a in names.items() if a is not None}
-    args = ls.arguments(program, window=4096, first_window=6144, prefetch=2, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE,
+    args = ls.arguments(program, window=4096, first_window=6144, limit_ns=limit_ns, situ=SITU, routed_scale=ROUTED_SCALE,
                         norm_eps=NORM_EPS, block_rows=block_rows, **addresses)
     for launch in range(launches):
         pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3

@@ -124,7 +124,7 @@ def test_a_layers_own_phases_against_the_reference(tmp_path):
 def test_no_value_looks_as_if_it_were_not_there(tmp_path):
     """F32 as stored, but for the one value whose bits say so: its neighbour. BF16 without -0."""
     library = host.build("""#define K3_POLL 0
-#define K3_WATCH_ONE 0
+#define K3_PROBED 0
 #include "launch_exchange.cuh"
 extern "C" __global__ void pack(const float* v, uint4* floats, uint4* halves) {
   const int lane = threadIdx.x;
@@ -145,7 +145,7 @@ extern "C" __global__ void pack(const float* v, uint4* floats, uint4* halves) {
 @pytest.mark.parametrize(("rows", "cluster", "parts"), [(8, 2, 1), (8, 2, 2), (3, 4, 4)])
 def test_the_bytes_of_experts_with_delays_at_random(tmp_path, rows, cluster, parts):
     """Groups of warps run ahead of one another, units are a block's own or shared by the cluster."""
-    kinds = (lk.Product("wide", 7, 16, 2, cluster), WITH_EXPERTS[1], lk.ExpertUp("up", 3, 16, 1, parts), lk.ExpertDown("down", 2 * cluster - 1, 2))
+    kinds = (lk.Product("wide", 7, 16, 2, cluster), WITH_EXPERTS[1], lk.ExpertUp("up", 3, 16, 1, parts), lk.ExpertDown("down", 2 * cluster - 1, 1, 2))
     case = Case(tmp_path, kinds, rows, layers=2, blocks=cluster, cluster=cluster, stress=True)
     check_bytes(case, Walked(case, tmp_path / "standard"))
 
@@ -249,7 +249,7 @@ def test_the_program_of_a_released_layer(rows, merged):
 
 
 def test_what_the_kernel_cannot_do_is_refused():
-    for products, rows, grid, message in (((lk.Product("odd", 4, 16, 3),), 1, Grid(), "odd has 16 leaves of 3 k-steps"),
+    for products, rows, grid, message in (((lk.Product("few", 4, 8, 2, 2),), 1, Grid(cluster=2), "few has 8 leaves of 2 k-steps in 2 parts"),
                                           ((PRODUCTS[0], lk.ExpertUp("up", 4, 24, 3)), 1, Grid(), "up has 24 leaves in 1 parts"), (PRODUCTS, 9, Grid(), "9 rows"),
                                           (PRODUCTS, 1, Grid(sms=131, cluster=2), "clusters of 2")):
         with pytest.raises(PlanError, match=message):
@@ -263,6 +263,8 @@ def test_what_the_kernel_cannot_do_is_refused():
         bp.program(kinds, [bp.Step(k.name, 0, 256) for k in kinds], 1, Grid(sms=BLOCKS), TOP_K, slots=LAYER_SLOTS)
     with pytest.raises(PlanError, match="rows of 6 values"):
         lk.Field("odd", "f32", 6, 6)
+    with pytest.raises(PlanError, match="long has 2 leaves of 17 k-steps in 1 parts; wanted an even number of steps or at most 16"):
+        lk.Product("long", 4, 2, 17).kind(8192, 1)
     with pytest.raises(PlanError, match="slices of 20 values"):
         Mix("odd", SUMS, 20, RANKS, 0, stage="odd").kind(2048, 1)
 
@@ -304,6 +306,6 @@ def test_what_a_kernel_is_built_with_must_be_said(tmp_path):
     """No default stands in a header for what launch_source defines."""
     text = ls.constants(bp.chain(PRODUCTS, 1, 1, Grid(sms=BLOCKS)), ring=24 * 1024, copy=2048)
     assert host.build(text, [], tmp_path)
-    for name in ("K3_RECEIVE_BATCH", "K3_POLL", "K3_WATCH_ONE"):
+    for name in ("K3_RECEIVE_BATCH", "K3_POLL", "K3_PROBED"):
         with pytest.raises(AssertionError, match=name):
             host.build("".join(line for line in text.splitlines(True) if not line.startswith(f"#define {name}")), [], tmp_path)

@@ -16,6 +16,7 @@ from test_step_io import library, make  # noqa: E402, F401 - fixtures
 from test_step_io import pytestmark as shim  # noqa: E402
 
 from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import NO_PROBES, Probes  # noqa: E402
 from k3cuda.errors import CompileError, DeviceError, PlanError, StepTimeout  # noqa: E402
@@ -48,7 +49,7 @@ def plan():
 
 @pytest.mark.parametrize("options, ranks, probes, words", [
     ({}, LOOPBACK, NO_PROBES, None), ({"tp": 1}, VIRTUAL, NO_PROBES, None), ({}, VIRTUAL, NO_PROBES, "several ranks"), ({}, "nccl", NO_PROBES, "several ranks"),
-    ({"dcp": 2}, LOOPBACK, NO_PROBES, "split over ranks"), ({"taps": Taps((1,), "prefix")}, LOOPBACK, NO_PROBES, "draft model"),
+    ({"dcp": 2}, LOOPBACK, NO_PROBES, "split over ranks"), ({"taps": Taps((1,), "prefix")}, LOOPBACK, NO_PROBES, None),
     ({}, LOOPBACK, Probes(forced_experts=4), "probes")])
 def test_what_no_step_of_a_backend_can_do(options, ranks, probes, words):
     found = misfit(build_plan(made_config(), **{"tp": 2} | options), ranks, probes)
@@ -242,7 +243,23 @@ def test_pointers_of_a_released_step(plan):
     assert places.part("mla_cache", op) - places.buffers["mla_cache"] == 3 * SLOTS * SLOT_PAGES * 64 * 576
 
 
-@pytest.mark.parametrize("changes, tp, words", [({}, 1, "wanted one"), ({"num_experts": 16}, 16, "wanted multiples of 8")])
+@pytest.mark.parametrize("changes, tp, words", [({}, 1, "wanted a multiple of 32"), ({"num_experts": 16}, 16, "wanted multiples of 8")])
 def test_models_that_its_phases_cannot_do(changes, tp, words):
     with pytest.raises(PlanError, match=words):
         launched(build_plan(made_config(**changes), tp), 1, 132, "bf16")
+
+
+@pytest.mark.parametrize("name, tps", [("demo", (1, 2)), ("tiny-random", (1, 2, 4))])
+def test_small_models_fit(name, tps):
+    for tp in tps:
+        for rows in BUCKETS:
+            assert launched(build_plan(config_of(name), tp), rows, 132, "bf16").rows == rows
+
+
+def test_which_ranks_of_the_released_model_fit():
+    """Leaves of w2 are no matter; what a rank's dense layer multiplies lies in shared memory as a whole."""
+    for tp, fits in {8: 8, 4: 4, 2: 2, 1: 1}.items():
+        assert launched(build_plan(RELEASE, tp), fits, 132, "fp8_e4m3").rows == fits
+        if fits < BUCKETS[-1]:
+            with pytest.raises(PlanError, match=f"dense_down multiplies {2 * fits} rows of {33792 // tp} values"):
+                launched(build_plan(RELEASE, tp), 2 * fits, 132, "fp8_e4m3")

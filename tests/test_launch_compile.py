@@ -4,10 +4,12 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 
 from k3cuda import launch_source as ls  # noqa: E402
+from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
+from k3cuda.draft_config import ATTN_RES, PREFIX  # noqa: E402
 from k3cuda.launch_step import step_program  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
-from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.plan import Taps, build_plan  # noqa: E402
 from k3cuda.runtime import cuda_jit  # noqa: E402
 
 TP = 16
@@ -15,9 +17,21 @@ PLAN = build_plan(K3Config.from_json(RELEASED_FOLDER), TP)
 MOST = 96   # of 18 warps five are in one of the four parts of a multiprocessor
 
 
+def registers(plan, rows, arch):
+    """Of a kernel without spills."""
+    program = step_program(plan, rows, Grid(cluster=2), cache=1, rank_parts=plan.tp)
+    return cuda_jit.compile_cuda(ls.source(program), arch, strict=True).resources()["product_chain"].registers
+
+
 @pytest.mark.parametrize("arch", cuda_jit.ARCHS)
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_step_compiles_without_spills(arch, rows):
     """All kinds of phases: what one of them keeps in registers beyond its phases, the others lack."""
-    program = step_program(PLAN, rows, Grid(cluster=2), cache=1, rank_parts=TP)
-    assert cuda_jit.compile_cuda(ls.source(program), arch, strict=True).resources()["product_chain"].registers <= MOST
+    assert registers(PLAN, rows, arch) <= MOST
+
+
+@pytest.mark.parametrize("arch", cuda_jit.ARCHS)
+@pytest.mark.parametrize(("rows", "stream"), [(1, PREFIX), (8, ATTN_RES)])
+def test_so_does_one_of_a_whole_model_that_a_draft_reads(arch, rows, stream):
+    """Several leaves of w2, and leaves of an odd number of steps."""
+    assert registers(build_plan(config_of("demo"), 1, Taps((2, 4, 7), stream)), rows, arch) <= MOST

@@ -7,11 +7,12 @@ from shim import host
 
 pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")   # ctypes' view of Step lies beside it
 
-from host_step import Kernels, Memory  # noqa: E402
+from host_step import Kernels, Memory, held  # noqa: E402
 from launch_shim import NOT_THERE  # noqa: E402
 from step_launch import Step, StepLaunch  # noqa: E402
 
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
+from k3cuda.draft_config import ATTN_RES, PREFIX  # noqa: E402
 from k3cuda.errors import PlanError  # noqa: E402
 from k3cuda.launch_operands import operand  # noqa: E402
 from k3cuda.launch_source import LaunchArgs  # noqa: E402
@@ -29,17 +30,21 @@ CFG = made_config(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, h
                   kv_lora_rank=128, intermediate_size=512, moe_intermediate_size=128, routed_expert_hidden_size=64, attn_res_block_size=2, num_experts=16,
                   num_experts_per_token=4, full_attn_layers=[3], kda_layers=[1, 2, 4], vocab_size=256)
 PLAN = build_plan(CFG, TP)
+# A rank that holds all four leaves of w2, with leaves of an odd number of k-steps.
+WHOLE = made_config(hidden_size=192, num_hidden_layers=4, num_attention_heads=2, head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+                    q_lora_rank=64, kv_lora_rank=64, intermediate_size=384, moe_intermediate_size=128, routed_expert_hidden_size=64, attn_res_block_size=2,
+                    num_experts=32, num_experts_per_token=4, full_attn_layers=[3], kda_layers=[1, 2, 4], vocab_size=256)
 
 
 class Both:
     """The standard path's kernels and the launch, of a bucket."""
 
-    def __init__(self, rows: int, folder, grid=Grid(sms=3), page: int = 128):
-        self.rows, source = rows, MadeCheckpoint(CFG)
-        self.standard = Kernels(rows, TP, True, {op.stage.name: () for op in PLAN.ops}, folder / "standard", plan=PLAN)
-        self.program = step_program(PLAN, rows, grid, cache=2, rank_parts=TP, page=page)
-        self.launch = StepLaunch(PLAN, self.program, folder / "launch")
-        self.memories = [Memory(PLAN, source, slot_pages=2) for _ in range(2)]
+    def __init__(self, plan, rows: int, folder, grid=Grid(sms=3), page: int = 128):
+        self.plan, source = plan, MadeCheckpoint(plan.cfg)
+        self.standard = Kernels(rows, plan.tp, True, {op.stage.name: () for op in plan.ops}, folder / "standard", plan=plan)
+        self.program = step_program(plan, rows, grid, cache=2, rank_parts=plan.tp, page=page)
+        self.launch = StepLaunch(plan, self.program, folder / "launch")
+        self.memories = [Memory(plan, source, slot_pages=2) for _ in range(2)]
         for memory in self.memories:
             memory.step.loopback = 1
 
@@ -47,7 +52,7 @@ class Both:
         """(the standard path's memory, the launch's)."""
         for memory in self.memories:
             step.put(memory)
-        for op in PLAN.ops:
+        for op in self.plan.ops:
             self.standard.run(op, self.memories[0])
         exchange = self.launch.run(self.memories[1], launches)
         assert (exchange == NOT_THERE).all()   # as the next launch must find it
@@ -68,9 +73,23 @@ def check(step: Step, standard: Memory, launched: Memory) -> None:
 @pytest.mark.parametrize(("rows", "live", "wanted", "context", "grid"), [(1, 1, (0,), 30, Grid(sms=3)), (4, 3, (0, 2), 60, Grid(sms=3)), (2, 2, (1,), 100, Grid(sms=4))])
 def test_the_bytes_of_the_standard_path(tmp_path, rows, live, wanted, context, grid):
     """Behind three of four rows is padding, and not of all rows somebody wants logits. Pages of each program pass through its two places."""
-    both, step = Both(rows, tmp_path, grid), Step(CFG, rows, live, wanted, rows, context)
+    both, step = Both(PLAN, rows, tmp_path, grid), Step(CFG, rows, live, wanted, rows, context)
     assert both.program.words.shape[1] >= 3 * both.program.page
     check(step, *both.run(step, launches=2))   # the second one over records and a cache that have the rows already
+
+
+@shim
+@pytest.mark.parametrize(("rows", "live", "grid", "stream"), [(1, 1, Grid(sms=3), PREFIX), (1, 1, Grid(sms=3), ATTN_RES), (2, 2, Grid(sms=3), PREFIX), (4, 3, Grid(sms=4, cluster=2), ATTN_RES)])
+def test_a_rank_that_holds_all_leaves_and_what_a_draft_model_reads(tmp_path, rows, live, grid, stream):
+    """Behind a layer that a block opens behind, in a step's middle, and behind the last layer."""
+    plan = build_plan(WHOLE, 1, Taps((0, 1, 3), stream))
+    both, step = Both(plan, rows, tmp_path, grid), Step(WHOLE, rows, live, range(live), rows, 60)
+    kinds = {k.name: k for k in both.program.kinds}
+    assert kinds["moe_down"].leaves == 4 and kinds["kda_in"].steps == kinds["dense_down"].steps == 3
+    standard, launched = both.run(step)
+    check(step, standard, launched)
+    taps = [held(memory, "taps")[:live].astype(np.float32) for memory in (standard, launched)]
+    assert (taps[0] == taps[1]).all() and taps[0].std((0, 2)).min() > 0.1
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -97,9 +116,9 @@ def test_the_program_of_the_released_model(rows):
 
 
 def test_what_a_step_in_one_launch_cannot_have_is_refused():
-    for plan, message in ((build_plan(CFG, TP, taps=Taps((1,), "prefix")), "has no taps"), (build_plan(CFG, TP, dcp=2), "has no cache that ranks hold together")):
+    for plan, message in ((build_plan(CFG, TP, dcp=2), "has no cache that ranks hold together"), (build_plan(CFG, TP, Taps((1,), ATTN_RES)), "no phase makes the attn_res stream")):
         with pytest.raises(PlanError, match=message):
-            step_program(plan, 1, Grid(sms=3), cache=2, rank_parts=TP)
+            step_program(plan, 1, Grid(sms=3), cache=2, rank_parts=TP, merged=True)
     with pytest.raises(PlanError, match="a phase has [0-9]+ words of a block's program, wanted at most 14"):
         step_program(PLAN, 1, Grid(sms=3), cache=2, rank_parts=TP, page=16)
     with pytest.raises(PlanError, match="lm_head of layer 2 is stage lm_head, which the plan has not there"):

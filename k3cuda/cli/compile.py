@@ -23,7 +23,8 @@ from .model_argument import config_of, draft_config_of
 from .output import Result, say
 
 MOST_SMS = 1024
-STEP, DRAFT, LAUNCH = "step", "draft", "step in one launch"   # parts: plans that need a cubin a bucket
+STEP, TAPS, DRAFT = "step", "step with taps", "draft"   # parts: plans that need a cubin a bucket
+LAUNCHED = {STEP: "step in one launch", TAPS: "step with taps in one launch"}
 
 
 class Names(click.ParamType):
@@ -82,7 +83,7 @@ def compile(model, output, arch, tp, dcp, ranks, rows, kv_cache_dtype, sms, allo
     start, done = time.perf_counter(), []
 
     def one(cubin):
-        is_launch = cubin.keys["part"] == LAUNCH   # beside which there are the step's own kernels
+        is_launch = cubin.keys["part"] in LAUNCHED.values()   # beside which there are the step's own kernels
         try:
             compiled = cubin.compile(strict=not (allow_spills or is_launch), into=output)
         except CompileError as e:
@@ -132,7 +133,7 @@ def _draft_plans(cfg, tp: int, dcp: int, draft_model: str | None, num_drafts: in
     if why := no_kernels(draft):
         raise ConfigError(f"--draft-model {draft_model}: {why}", "it runs with --decode-backend reference alone")
     drafting = Drafting(SimpleNamespace(cfg=draft), **given)
-    return {"step with taps": build_plan(cfg, tp, drafting.taps, dcp), DRAFT: build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
+    return {TAPS: build_plan(cfg, tp, drafting.taps, dcp), DRAFT: build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
 
 
 def _buckets(rows: list[int] | None, most: int) -> list[int]:
@@ -148,10 +149,10 @@ def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes, ride: bool) -> li
         return {"arch": arch, "sms": sms, "rows": rows, "kv_cache_dtype": kv, "part": part}
 
     cubins, vocab_size = [], plans[STEP].cfg.vocab_size
-    launches = [rows for rows in BUCKETS if rows in buckets] if ride and not _misfit(plans[STEP]) else []
+    launches = [(LAUNCHED[part], plan, rows) for part, plan in plans.items() if part in LAUNCHED for rows in BUCKETS if rows in buckets] if ride and not _misfit(plans[STEP]) else []
     for arch in archs:
-        cubins += [_Cubin(keys(LAUNCH, arch, n, rows, kv), partial(compile_launch, plans[STEP], rows, kv, arch, sms=n))
-                   for n in sms or GPU_SMS[arch] for kv in kv_cache_dtypes for rows in launches]
+        cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_launch, plan, rows, kv, arch, sms=n))
+                   for n in sms or GPU_SMS[arch] for kv in kv_cache_dtypes for part, plan, rows in launches]
         for part, plan in plans.items():
             is_draft = part == DRAFT   # whose own cache is BF16
             cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_bucket, plan, rows, kv, arch, sms=n, ride=ride))
@@ -173,7 +174,7 @@ def _misfit(plan) -> str | None:
     except PlanError as e:
         why = why or e.message
     if why:
-        say(f"no {LAUNCH}: {why}")
+        say(f"no {LAUNCHED[STEP]}: {why}")
     return why
 
 

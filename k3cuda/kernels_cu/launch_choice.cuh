@@ -91,18 +91,20 @@ struct LaunchRoute {
     const int row = team.number(), first = min_of(row, kTokens - 1) * kTopK;
     auto& own = room.rows[min_of(row, kTokens - 1)];
     block.team().sync();   // all are finished with the phase before
-    if (row < block.a.rows) {
+    if (row < block.a.rows) {   // the bias, where keys will be, while logits are on their way
       const float* bias = (const float*)block.a.weights[phase];
-#pragma unroll 4
-      for (int e = team.thread(); e < kExperts; e += Row<kTokens>::kThreads) own.keys[e] = __float_as_uint(bias[e]);
+#pragma unroll 1
+      for (int i = team.thread(); i < kExperts / 4; i += Row<kTokens>::kThreads) copy_async<16>(own.keys + i * 4, bias + i * 4);
     }
     auto ready = [&] {
       block.template receive<kExperts / 4 * kTokens>(p, phase, block.a.rows, kExperts / 4, 0, [&](int row, int k, const uint4& v) { ((uint4*)room.rows[row].scores)[k] = v; });
+      copy_wait();
+      block.team().sync();
       block.received(phase);
     };
     route_row<Row<kTokens>>(own.scores, (const float*)own.keys, row < block.a.rows, block.a.routed_scale, room.ids + first, choice.weight + first, own, ready, team);
     block.team().sync();
-    if (block.a.record && blockIdx.x == 0) {   // ids, then weights, of every row
+    if (K3_PROBED && block.a.record && blockIdx.x == 0) {   // ids, then weights, of every row
       u32* to = (u32*)(block.a.record + size_t(phase) * block.a.record_vectors);
       const int i = Consumers().thread(), row = i / kTopK, place = i % kTopK;
       if (i < block.a.rows * kTopK) to[row * 2 * kTopK + place] = room.ids[i], to[(row * 2 + 1) * kTopK + place] = __float_as_uint(choice.weight[i]);

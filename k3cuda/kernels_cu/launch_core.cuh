@@ -29,12 +29,14 @@ struct LaunchShape {
   static constexpr int kInbox = kCluster > 1 ? max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of one tile
   static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
   static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
-  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
+  static constexpr int kGeometryBytes = aligned16(Kinds::kCount * int(sizeof(LaunchGeometry)));
+  static constexpr int kScaleBytes = Kinds::scale_bytes(kTokens);
+  static constexpr int kRest = kGeometryBytes + kScaleBytes + kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
   static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
-  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts));
+  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kGeometryAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts)), kScaleAt = kGeometryAt + kGeometryBytes, kProgramAt = kScaleAt + kScaleBytes;
   typedef LaunchPages<kWords_, kProgramAt> Pages;
   static constexpr int kSmem = kProgramAt + Pages::kBytes;
   static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
@@ -60,6 +62,7 @@ struct LaunchBlock {
     for (int i = Me().thread(); i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
     __syncthreads();
     pages.begin(own_words(), a.words);
+    S::Kinds::describe((LaunchGeometry*)(smem + S::kGeometryAt), Me().thread(), S::kTokens);
     if (const int row = Me().thread(); row < S::kTokens) {
       int place = a.logit_rows ? -1 : row;
 #pragma unroll 1
@@ -77,7 +80,9 @@ struct LaunchBlock {
       ring.init();
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
-      state.received = state.cleaned = state.chosen = 0, state.produced = S::Pages::kFirst;
+      state.received = state.cleaned = state.chosen = state.ended = state.late.what = 0;
+      for (int i = 0; i < kProducers; ++i) state.produced[i] = S::Pages::kFirst;
+      ((LaunchArgs*)(smem + S::kArgsAt))->watch.late = &state.late;
     }
     __syncthreads();
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
@@ -86,22 +91,30 @@ struct LaunchBlock {
   K3_DEVICE const u32* own_words() const { return a.programs + size_t(blockIdx.x) * a.words; }
 
   K3_DEVICE void produce() {
-    LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
+    LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(me.warp - kConsumers), u32(a.window)};
     u32 next = S::Pages::kFirst;
     u64 weights = a.weights[0];
     for (int phase = 0; phase < a.phases; ++phase) {
       const u32 at = pages.turned(next, a.watch, phase);
       __syncwarp();
-      state.produced = at;
+      state.produced[producer.number] = at;
       const ProgramPhase p(pages.words(at));
       const u8* w = (const u8*)weights;
       if (phase + 1 < a.phases) weights = a.weights[phase + 1];   // under the copies of this phase
       producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
       const u32 before = producer.issued;
       stamp(phase, kProduces, lane_id() == 0);
-      S::Kinds::visit(p.kind, [&](auto kind) { decltype(kind)::produce(*this, producer, p, w, phase); });
+      producer.source.count = 0;
+      if (geometry(p).leaves) produce_product(*this, producer, p, w);
+      else if (geometry(p).slices) {
+        if (producer.number == 0) fetch_mix_ahead(*this, p, w);
+      }
+      else S::Kinds::visit(geometry(p).code, [&](auto kind) {
+        if constexpr (has_weights<decltype(kind), LaunchBlock, decltype(producer)>(0)) decltype(kind)::produce(*this, producer, p, w, phase);
+      });
+      if (producer.source.count) producer.copies(phase);
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
-      next = state.produced, next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
+      next = state.produced[producer.number], next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
     }
   }
 
@@ -123,6 +136,7 @@ struct LaunchBlock {
     Spin spin;
     u32 page = 3;   // the next one to bring
     while (cleaned.phase < a.phases) {
+      if (is_late()) a.watch.fail();
       heard.turn(), cleared.turn(), cleaned.turn();
       if (int(page * S::Pages::kWords) <= a.words && is_left(page % 2 ^ 1, cleaned.at)) pages.load(own_words(), page % 2 ^ 1, page), ++page;
       const int received = __shfl_sync(kFullWarp, int(state.received), 0);
@@ -151,12 +165,15 @@ struct LaunchBlock {
                   min_of(cleaned.phase, min_of(cleared.phase, heard.phase)), 0);
     }
     if (lane_id() == 0) ended_up(&a.counts->ended);
+    for (; *(volatile u32*)&state.ended < kJanitor; pause_ns(256))   // whoever still waits may have to be spoken for
+      if (is_late()) a.watch.fail();
   }
+  K3_DEVICE bool is_late() const { return *(volatile u32*)&state.late.what != 0; }
 
   // Whether nobody reads a page any more: neither the janitor, whose last place is `last`, nor consumers or the producer.
   K3_DEVICE bool is_left(int page, u32 last) const {
     if (pages.page(last) == page) return false;
-    const u32 at = lane_id() < kConsumers ? ((volatile ConsumerCounts*)(smem + S::kCountsAt))[lane_id()].began : state.produced;
+    const u32 at = lane_id() < kConsumers ? ((volatile ConsumerCounts*)(smem + S::kCountsAt))[lane_id()].began : state.produced[min_of(lane_id() - kConsumers, kProducers - 1)];
     return !__any_sync(kFullWarp, pages.page(at) == page);
   }
 
@@ -182,13 +199,14 @@ struct LaunchBlock {
 
   // The last time of those who are `mine`.
   K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
-    if (a.stamps && mine) atomicMax(a.stamps + (size_t(blockIdx.x) * a.phases + phase) * kStamps + which, device_ns());
+    if (K3_PROBED && a.stamps && mine) atomicMax(a.stamps + (size_t(blockIdx.x) * a.phases + phase) * kStamps + which, device_ns());
   }
 
   // ---- what kinds of phases are made of ----
   K3_DEVICE Consumers team() const { return {me}; }
   K3_DEVICE int part() const { return rank; }
   K3_DEVICE const LaunchLink& link(const ProgramPhase& p) const { return a.links[p.kind]; }
+  K3_DEVICE const LaunchGeometry& geometry(const ProgramPhase& p) const { return ((const LaunchGeometry*)(smem + S::kGeometryAt))[p.kind]; }
   K3_DEVICE uint4* x() const { return (uint4*)(smem + S::kXAt); }
   K3_DEVICE float* partial(u32 turn) const { return (float*)(smem + S::kPartialAt) + turn % 2 * S::kPartial; }
   K3_DEVICE float* inbox(int i) const { return (float*)(smem + S::kInboxAt) + i * S::kInbox; }
@@ -214,6 +232,20 @@ struct LaunchBlock {
                             [&](int i, const uint4& v) { keep(i / per, i % per, v); });
     warps_sync(kAllConsumers, kAll);
   }
+  // F32 values that go with the rows of a block's units, value(address) each, of field kField that a phase reads: to where product_units finds them.
+  template <int kField, class Value>
+  K3_DEVICE void fetch_more(const ProgramPhase& p, int phase, Value&& value) {
+    const u32* from = (const u32*)input(p, kField);
+    const int row = link(p).in[kField].row * 4;
+    float* to = (float*)(x() + geometry(p).more_at);
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    team.sync();            // all are finished with the phase before
+#pragma unroll 1
+    for (int i = team.thread(); i < p.units * a.rows * kTileRows; i += Consumers::kThreads) {
+      const int unit = i / kTileRows / a.rows, token = i / kTileRows % a.rows;
+      to[(unit * S::kTokens + token) * kTileRows + i % kTileRows] = value(from + token * row + p.tiles[unit] * kTileRows + i % kTileRows);
+    }
+  }
   // By all consumers, when the last of them has read the input, or that of a unit.
   K3_DEVICE void arrived(int phase) const {
     stamp(phase, kInputHere);
@@ -226,16 +258,19 @@ struct LaunchBlock {
   K3_DEVICE void finished(int phase) const {
     if (me.thread() == 0) state.received = phase + 1;
   }
-  // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
-  template <int kLanes = 8>
-  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0) const {
+  K3_DEVICE uint4* slot_out(const ProgramPhase& p) const {
+    const u32 slot = p.out();
+    return slot == kNoSlot ? a.result : a.exchange + size_t(slot) * a.slot_vectors;
+  }
+  // Vector `column` of a field of result row `row`, which `lanes` lanes hold. Rows of a tile's padding end here.
+  K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0, int lanes = 8) const {
     const LaunchLink& to = link(p);
     const LaunchField& f = to.out[field];
     if (column >= f.width) return;
-    if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
-    uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;
+    if (K3_PROBED && a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
+    uint4* slot = slot_out(p) + row * to.row + f.at;
 #pragma unroll 1
-    for (int copy = lane; copy < f.copies; copy += kLanes) {
+    for (int copy = lane; copy < f.copies; copy += lanes) {
       const int place = copy * f.width + column;
       if (place < f.limit) store_exchange(slot + place, v);
     }
@@ -282,11 +317,15 @@ struct LaunchBlock {
       stamp(phase, kBegins);
       for (Spin spin; state.cleaned < p.needs();) spin.turn(a.watch, kWaitClean, phase, 0);
       stamp(phase, kSlotClean);
-      S::Kinds::visit(p.kind, [&](auto kind) {
+      S::Kinds::visit(geometry(p).code, [&](auto kind) {
         begin_counting<decltype(kind)>();
         decltype(kind)::consume(*this, p, phase);
         end_counting<decltype(kind)>();
       });
+      if (geometry(p).leaves) {
+        const LaunchBlock again(smem + unknown_zero());   // which finds everything anew: inputs want the registers
+        LaunchUnits<LaunchBlock>(again, ProgramPhase(p.words()), phase).run();
+      }
       stamp(phase, kUnitsDone, me.lane == 0);
     } else if (me.thread() == 0) state.received = phase + 1;
   }
@@ -312,9 +351,13 @@ K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
 template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   LaunchBlock<S>(smem).begin(a);
-  if (Me().warp < kConsumers) launch_consume<S>(a, smem);
-  else if (Me().warp == kJanitor) LaunchBlock<S>(smem + unknown_zero()).tidy();   // found anew: not kept from the start
-  else LaunchBlock<S>(smem + unknown_zero()).produce();
+  if (Me().warp == kJanitor) LaunchBlock<S>(smem + unknown_zero()).tidy();   // found anew: not kept from the start
+  else {
+    if (Me().warp < kConsumers) launch_consume<S>(a, smem);
+    else LaunchBlock<S>(smem + unknown_zero()).produce();
+    __syncwarp();
+    if (Me().lane == 0) atomicAdd(&LaunchBlock<S>(smem + unknown_zero()).state.ended, 1u);
+  }
   if constexpr (S::kCluster > 1) {
     __syncwarp();
     cluster_arrive(), cluster_wait();   // nobody sends to a block that has ended

@@ -90,35 +90,24 @@ K3_DEVICE f32x4 as_floats(const uint4& v) { return {__uint_as_float(v.x), __uint
 K3_DEVICE u32 load_exchange(const u32* p) { return load_word(p); }
 K3_DEVICE bool is_there(u32 word) { return word != kNotThere; }
 
-// Asks for the vectors (or F32 words) at(0) ... at(kBatch - 1) with wants(j); then waits until they are there. Of those that are not, K3_WATCH_ONE
-// (launch_source.py) asks for the first one alone until it is there.
-template <int kBatch, class V, class Wants, class At>
-K3_DEVICE void ask_all(V (&v)[kBatch], Wants&& wants, At&& at) {
-  K3_UNROLL
-  for (int j = 0; j < kBatch; ++j)
-    if (wants(j)) v[j] = load_exchange(at(j));
-}
-template <int kBatch, class V, class Wants, class At>
-K3_DEVICE void await_asked(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
-  Spin spin;
-  bool alone = false;   // only the first of those that are not there is asked for
-  for (bool all = false; !all;) {
-    all = true;
-    const bool others = !alone;
-    K3_UNROLL
-    for (int j = 0; j < kBatch; ++j)
-      if (wants(j) && !is_there(v[j])) {
-        if (!K3_WATCH_ONE || all || others) v[j] = load_exchange(at(j));
-        if (K3_WATCH_ONE && all) alone = others || !is_there(v[j]);
-        all = false;
-      }
-    if (!all) spin.turn(watch, kWaitVector, phase, detail);
-  }
-}
+K3_DEVICE void not_there(uint4& v) { v = {kNotThere, kNotThere, kNotThere, kNotThere}; }
+K3_DEVICE void not_there(u32& v) { v = kNotThere; }
+
+// Asks for the vectors (or F32 words) at(0) ... at(kBatch - 1) with wants(j) until they are there.
 template <int kBatch, class V, class Wants, class At>
 K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
-  ask_all(v, wants, at);
-  await_asked(v, watch, phase, detail, wants, at);
+  K3_UNROLL
+  for (int j = 0; j < kBatch; ++j)
+    if (wants(j)) not_there(v[j]);
+  Spin spin;
+#pragma unroll 1
+  for (bool all = false; !all;) {   // a turn more than it needs: the loads stand here once
+    all = true;
+    K3_UNROLL
+    for (int j = 0; j < kBatch; ++j)
+      if (wants(j) && !is_there(v[j])) v[j] = load_exchange(at(j)), all = false;
+    if (!all) spin.turn(watch, kWaitVector, phase, detail);
+  }
 }
 
 // Vectors at(i) for i = first, first + stride, ... below `total`, kBatch of them asked for at once: keep(i, vector) for each when it is there.

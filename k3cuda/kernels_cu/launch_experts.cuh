@@ -37,10 +37,10 @@ struct LaunchExpertUp {
     const auto& list = block.choice().list;
     const Run run = run_of(list.entries);
     const u8* own = w + part(block) * kBlockLeaves * kLeafBytes;
-    producer.copies((run.end - run.begin) * kUnitCopies, kCopyBytes, kCopyBytes, phase, [](int) { return 1; }, [&](int i, int) {
-      const int u = run.begin + i / kUnitCopies, entry = u / kPairs, pair = u - entry * kPairs, tile = i % kUnitCopies / kTileCopies, j = i % kTileCopies;
-      return own + (((size_t(entry_expert(list.entry[entry])) * kPairs + pair) * 2 + tile) * kLeaves + j * kCopyLeaves) * kLeafBytes;
-    });
+    LaunchSource& s = producer.source;
+    s.which = kPairsOfEntries, s.weights = own, s.list = list.entry, s.first = run.begin, s.pairs = kPairs;
+    s.count = (run.end - run.begin) * kUnitCopies, s.bytes = s.each = kCopyBytes, s.unit_copies = kUnitCopies;
+    s.tile_bytes = 2 * kLeaves * kLeafBytes, s.leaf_shift = log2_of(kTileCopies), s.leaf_bytes = kCopyBytes, s.chunk_bytes = kLeaves * kLeafBytes;
   }
 
   template <class Block>
@@ -177,13 +177,21 @@ struct LaunchExpertUp {
   static K3_DEVICE int inbox_at(int group, u32 turn) { return kParts * kInboxTurns + (group * 2 + int(turn % 2)) * 2; }   // two a turn, behind those of products
 };
 
-// w2 of one leaf: a row's experts summed in rising id. A block has a pair of tiles, of every entry; warps take entries in turn.
-//   kTiles_  of an expert
-template <int kGroups_, int kTiles_, int kSlotBytes, class Out>
+// w2: a row's experts summed in rising id inside a leaf, then the tree over leaves. A block has a pair of tiles, of every entry; warps take entries in turn,
+// all of them in one leaf before the next: activations of all leaves would leave the ring no room.
+//   kLeaves_, kGroups_  leaves of K, 32-groups in each
+//   kTiles_             of an expert
+template <int kLeaves_, int kGroups_, int kTiles_, int kSlotBytes, class Out>
 struct LaunchExpertDown {
-  static constexpr int kGroups = kGroups_, kTiles = kTiles_, kLeafBytes = mxfp4_leaf_bytes(kGroups);
+  static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kTiles = kTiles_, kLeafBytes = mxfp4_leaf_bytes(kGroups), kTileBytes = kLeaves * kLeafBytes;
   static constexpr int kItemVectors = kGroups * 4, kItemStride = kItemVectors + (kGroups % 2 ? 0 : 4);   // neighbours lie in different banks
-  static constexpr int x_vectors(int, int items) { return items * kItemStride; }
+  static constexpr int kRowsOut = 2 * kTileRows;
+  static constexpr int x_vectors(int tokens, int items) { return items * kItemStride + (kLeaves > 1 ? kLeaves * tokens * kRowsOut / 4 : 0); }
+  static constexpr LaunchGeometry geometry(int) {
+    LaunchGeometry g = {};
+    Out::describe(g);
+    return g;
+  }
   static_assert(2 * kLeafBytes <= kSlotBytes, "a copy fits a slot");
 
   struct Own { int first, tiles, per; };   // tiles of the block; entries of a copy
@@ -197,56 +205,68 @@ struct LaunchExpertDown {
     if (!p.units) return;
     const auto& list = block.choice().list;
     const Own own = own_of(p);
-    const int entries = list.entries, each = own.tiles * kLeafBytes;
-    w += own.first * kLeafBytes;
-    producer.copies((entries + own.per - 1) / own.per, own.per * each, each, phase, [&](int i) { return min_of(own.per, entries - i * own.per); },
-                    [&](int i, int j) { return w + size_t(entry_expert(list.entry[i * own.per + j])) * (kTiles * kLeafBytes); });
+    const int entries = list.entries, of_leaf = (entries + own.per - 1) / own.per;
+    const int shift = kLeaves > 1 ? own.tiles / 2 : 0, each = (own.tiles >> shift) * kLeafBytes;   // of one leaf neighbouring tiles are one piece
+    LaunchSource& s = producer.source;
+    s.which = kEntries, s.weights = w + own.first * kTileBytes, s.list = list.entry, s.entries = entries, s.per = own.per, s.of_leaf = of_leaf, s.tile_shift = shift;
+    s.count = kLeaves * of_leaf, s.each = each, s.bytes = (own.per << shift) * each;
+    s.expert_bytes = kTiles * kTileBytes, s.tile_bytes = kTileBytes, s.leaf_bytes = kLeafBytes;
   }
 
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
-    static_assert(S::kMaxItems * 2 * kTileRows <= 2 * S::kPartial, "results of all items fit");
+    static_assert(S::kMaxItems * kRowsOut <= 2 * S::kPartial, "results of all items fit");
     constexpr int kAll = kConsumers * kWarpSize;
     uint4* shared = block.x();
-    block.template receive<kItemVectors * S::kMaxItems>(p, phase, block.state.live * S::kTopK, kItemVectors, 0, [&](int item, int k, const uint4& v) {
-      shared[item * kItemStride + k] = scale_tokens(v);
-    });
-    block.received(phase);
     const auto& choice = block.choice();
     const auto& list = choice.list;
-    const Own own = own_of(p);
-    const int entries = list.entries, width = own.tiles * kTileRows;
     float* results = block.partial(0);   // [list position][row of the tiles]
+    float* sums = (float*)(shared + S::kMaxItems * kItemStride);   // [leaf][row of the step][row of the tiles], each its own thread's
 #pragma unroll 1
-    for (int e = block.me.warp; e < entries; e += kConsumers) {
-      const int first = entry_first(list.entry[e]), count = entry_first(list.entry[e + 1]) - first;
-      const uint4* x = shared + list.item[first + min_of(block.me.lane / 4, count - 1)] * kItemStride + block.me.lane % 4;
-      const int turn = own.tiles == 2 ? e / (kSlotBytes / (2 * kLeafBytes)) : e / (kSlotBytes / kLeafBytes), in_copy = e - turn * own.per, taken = min_of(own.per, entries - turn * own.per);
-      const u8* leaf = block.ring.take(block.counts.copies + turn, block.a.watch, phase) + in_copy * own.tiles * kLeafBytes;
+    for (int leaf = 0; leaf < kLeaves; ++leaf) {
+      block.template receive<kItemVectors * S::kMaxItems>(p, phase, block.state.live * S::kTopK, kItemVectors, leaf * kItemVectors, [&](int item, int k, const uint4& v) {
+        shared[item * kItemStride + k] = scale_tokens(v);
+      });
+      if (leaf + 1 == kLeaves) block.received(phase);
+      const Own own = own_of(p);
+      const int entries = list.entries, width = own.tiles * kTileRows;
 #pragma unroll 1
-      for (int tile = 0; tile < own.tiles; ++tile) {
-        float c[4];
-        mxfp4_leaf_with<kGroups>(c, leaf + tile * kLeafBytes, [&](int g) { return x[g * 4]; });
-        K3_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const int token = block.me.lane % 4 * 2 + i % 2;
-          if (token < count) results[(first + token) * width + tile * kTileRows + block.me.lane / 4 + i / 2 * 8] = c[i];
+      for (int e = block.me.warp; e < entries; e += kConsumers) {
+        const int first = entry_first(list.entry[e]), count = entry_first(list.entry[e + 1]) - first;
+        const uint4* x = shared + list.item[first + min_of(block.me.lane / 4, count - 1)] * kItemStride + block.me.lane % 4;
+        const int turn = own.tiles == 2 ? e / (kSlotBytes / (2 * kLeafBytes)) : e / (kSlotBytes / kLeafBytes), in_copy = e - turn * own.per, taken = min_of(own.per, entries - turn * own.per);
+        const u8* weights = block.ring.take(block.counts.copies + turn, block.a.watch, phase) + in_copy * own.tiles * kLeafBytes;
+#pragma unroll 1
+        for (int tile = 0; tile < own.tiles; ++tile) {
+          float c[4];
+          mxfp4_leaf_with<kGroups>(c, weights + tile * kLeafBytes, [&](int g) { return x[g * 4]; });
+          K3_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            const int token = block.me.lane % 4 * 2 + i % 2;
+            if (token < count) results[(first + token) * width + tile * kTileRows + block.me.lane / 4 + i / 2 * 8] = c[i];
+          }
         }
+        block.ring.give(block.counts.copies + turn, in_copy ? 1 : kConsumers - (taken - 1), block.me);
       }
-      block.ring.give(block.counts.copies + turn, in_copy ? 1 : kConsumers - (taken - 1), block.me);
-    }
-    block.counts.copies += (entries + own.per - 1) / own.per;
-    warps_sync(kAllConsumers, kAll);
+      block.counts.copies += (entries + own.per - 1) / own.per;
+      warps_sync(kAllConsumers, kAll);
+      const LaunchTarget target(block, p, phase, own.first);
 #pragma unroll 1
-    for (int i = block.me.thread(); i - block.me.lane < block.a.rows * width; i += kAll) {
-      const int at = min_of(i, block.a.rows * width - 1), row = at / width, column = at - row * width;
-      float sum = 0;
+      for (int i = block.me.thread(); i - block.me.lane < block.a.rows * width; i += kAll) {
+        const int at = min_of(i, block.a.rows * width - 1), row = at / width, column = at - row * width;
+        float sum = 0;
 #pragma unroll 8
-      for (int rank = 0; rank < S::kTopK; ++rank) {
-        sum = fmaf(choice.factor[row * S::kTopK + rank], results[choice.order[row * S::kTopK + rank] * width + column], sum);
+        for (int rank = 0; rank < S::kTopK; ++rank) {
+          sum = fmaf(choice.factor[row * S::kTopK + rank], results[choice.order[row * S::kTopK + rank] * width + column], sum);
+        }
+        if constexpr (kLeaves > 1) {
+          sums[leaf * S::kTokens * kRowsOut + at] = sum;
+          if (leaf + 1 < kLeaves) continue;
+          sum = tree_sum<kLeaves>(sums + at, S::kTokens * kRowsOut);
+        }
+        target.put(row, column / 8, sum, i < block.a.rows * width, i % 8);
       }
-      Out::put(block, p, phase, row, own.first + column / kTileRows, column / 8 % 2, sum, i < block.a.rows * width, i % 8);
     }
   }
 };

@@ -57,28 +57,80 @@ struct WarpTeam {
   K3_DEVICE void sync() const { warps_sync(1 + number(), kWarps * kWarpSize); }
 };
 
+// Sizes of a kind of phase. Kinds share their code, which finds these in shared memory. `leaves` is 0 where there is no product, `slices` where there is no mix.
+enum LaunchMore { kMoreNothing, kMoreAdds, kMoreGates };   // what its rows are added to or multiplied with
+enum LaunchAhead { kAheadBlocks = 1, kAheadSum = 2, kAheadWeight = 4 };   // what a round of a mix reads of its own: scores and closed blocks, the prefix sum, the norm's weights
+struct LaunchGeometry {
+  u8 code;                                                  // what runs it: LaunchKinds::visit
+  u8 leaves, leaf_shift, copy_shift;                        // leaves of a block; their logarithm, and that of a copy's
+  u8 chunk_steps, chunks;                                   // k-steps of a leaf that a copy brings, and how many times
+  u8 odd, is_shared, has_own_x, more;                       // k-steps of a leaf if that is odd, else 0; a cluster shares the tiles; every unit has an x of its own; LaunchMore
+  u8 fields, f32, to_logits, rope;                          // results: how many fields, bits of those of F32, whether they are logits, vectors behind each head's
+  u16 head_tiles, first[kMaxFields];                        // tiles of a head that has such vectors; each field's first tile
+  u16 own_vectors, more_at, in_at, unit_copies;             // vectors of a token of x; where in x what is added lies, and room of the input's own; copies of a unit
+  u8 parts, slices, taps, ahead;                            // of a mix: ranks' parts that join, slices and taps of a row, LaunchAhead
+  u32 slice;                                                // values of one
+  u32 tile_bytes, part_bytes, copy_bytes, leaf_bytes;       // of a tile, a block's part of it, a copy; from one copy of the same chunk to the next
+};
+
 // From tile kFirst_ on, rows of a product are the next field, of F32 values or BF16.
 template <int kFirst_, bool kF32_>
 struct LaunchSegment { static constexpr int kFirst = kFirst_; static constexpr bool kF32 = kF32_; };
 
-// put: eight lanes have the rows of half `half` of a tile, one each, of result row `row`. All lanes of the warp.
-template <class Segment, class... More>
+template <class... Segment>
 struct LaunchOut {
-  static constexpr bool kF32 = Segment::kF32;
-  template <int kField = 0, class Block>
-  static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int row, int tile, int half, float v, bool live, int lane) {
-    if constexpr (sizeof...(More) > 0)
-      if (tile >= LaunchOut<More...>::kFirst) {
-        LaunchOut<More...>::template put<kField + 1>(block, p, phase, row, tile, half, v, live, lane);
-        return;
-      }
-    if constexpr (kF32) {
-      const uint4 vector = pack_floats(v, block.me.lane);
-      if (live) block.template publish<4>(p, phase, row, (tile - kFirst) * 4 + half * 2 + lane / 4, vector, lane % 4, kField);
-    } else {
-      const uint4 vector = pack_vector(v, block.me.lane);
-      if (live) block.publish(p, phase, row, (tile - kFirst) * 2 + half, vector, lane, kField);
-    }
+  static constexpr void describe(LaunchGeometry& g) {
+    static_assert(sizeof...(Segment) <= kMaxFields, "a field each");
+    ((g.first[g.fields] = Segment::kFirst, g.f32 |= Segment::kF32 << g.fields, ++g.fields), ...);
   }
-  static constexpr int kFirst = Segment::kFirst;
+};
+
+// Where rows of a product's tile go: worked out once for a tile, since each look at a size is a round trip to shared memory.
+struct LaunchTarget {
+  uint4* at;                             // column 0 of row 0 of the field
+  int row, column, width, limit, copies;   // vectors from row to row; the tile's first; as in LaunchField
+  bool f32;
+  const int* place;                      // [rows]: of logits; null: rows lie where they are
+#if K3_PROBED
+  uint4* record;
+  int record_row;
+#endif
+  template <class Block>
+  K3_DEVICE LaunchTarget(const Block& block, const ProgramPhase& p, int phase, int tile) {
+    const LaunchGeometry& g = block.geometry(p);
+    const LaunchLink& to = block.link(p);
+    int field = 0;
+    if (g.fields > 1)
+#pragma unroll 1
+      while (field + 1 < g.fields && tile >= g.first[field + 1]) ++field;
+    tile -= g.first[field];
+    const LaunchField f = to.out[field];
+    f32 = g.f32 >> field & 1;
+    row = to.row, width = f.width, limit = f.limit, copies = f.copies, column = f32 ? tile * 4 : tile * 2;
+    if (g.rope) column += tile / g.head_tiles * g.rope;   // BF16
+    at = block.slot_out(p) + f.at;
+    place = g.to_logits ? block.state.place : nullptr;
+#if K3_PROBED
+    record = block.a.record ? block.a.record + size_t(phase) * block.a.record_vectors + f.own : nullptr, record_row = to.record_row;
+#endif
+  }
+  // Eight lanes have the rows of half `half` of the tile, one each, of result row `of`. All lanes of the warp.
+  K3_DEVICE void put(int of, int half, float v, bool live, int lane) const {
+    const int warp_lane = lane_id();
+    uint4 vector;
+    int own = column + half, lanes = 8;
+    if (f32) vector = pack_floats(v, warp_lane), own += half + lane / 4, lanes = 4;
+    else vector = pack_vector(v, warp_lane);
+    if (!live || own >= width) return;
+    lane &= lanes - 1;
+#if K3_PROBED
+    if (record && lane == 0) record[of * record_row + own] = vector;
+#endif
+    if (place) of = place[of];
+    if (of < 0) return;
+    uint4* to = at + of * row + own;
+#pragma unroll 1
+    for (int copy = lane; copy < copies; copy += lanes)
+      if (const int shift = copy * width; own + shift < limit) store_exchange(to + shift, vector);
+  }
 };

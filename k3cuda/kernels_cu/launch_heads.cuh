@@ -16,7 +16,8 @@ template <int kN, int kNormLeaves>
 struct LaunchQueryNorm {
   static constexpr int kUnits = 1;
   static constexpr int vectors(int tokens) { return tokens * kN / 4; }   // the rows as they come
-  template <class P, class Block>
+  template <class P> using Of = LaunchQueryNorm;
+  template <class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
     typedef MlaLeaf<kN, kNormLeaves> Leaf;
@@ -29,7 +30,8 @@ struct LaunchQueryNorm {
     const uint4* from = block.input(p, 0);
     const int row = block.link(p).in[0].row, rows = block.a.rows;
     uint4* shared = block.x();
-    float* values = (float*)(shared + P::in_at(S::kTokens));   // [token][kN]
+    const LaunchGeometry& g = block.geometry(p);
+    float* values = (float*)(shared + g.in_at);   // [token][kN]
     receive_vectors<min_of(4, (S::kTokens * kN / 4 + Consumers::kThreads - 1) / Consumers::kThreads)>(
       team.thread(), Consumers::kThreads, rows * (kN / 4), block.a.watch, phase, [&](int i) { return from + i / (kN / 4) * row + i % (kN / 4); },
       [&] { team.sync(); },   // all are finished with the phase before
@@ -45,15 +47,15 @@ struct LaunchQueryNorm {
       if (team.lane() == 0) leaves[token * kConsumers + team.warp()] = sum;
     }
     team.sync();
-    const int first = (P::kParts > 1 ? block.part() : 0) * P::kOwnVectors * 8;
+    const int own = g.own_vectors * 8, first = g.is_shared ? block.part() * own : 0;
 #pragma unroll 1
     for (int token = 0; token < rows; ++token) {
       const float inverse = Leaf::inverse(leaves + token * kConsumers, eps);
       K3_UNROLL
       for (int i = 0; i < Leaf::kValues; ++i) {
         const int e = Leaf::at(i, team) - first;
-        if (Leaf::has(i, team) && e >= 0 && e < P::kOwnVectors * 8)
-          ((bf16*)&shared[P::template x_at<S::kTokens>(token, e / 8)])[e % 8] = float_to_bf16(mla_normed(values[token * kN + first + e], inverse, weight[i]));
+        if (Leaf::has(i, team) && e >= 0 && e < own)
+          ((bf16*)&shared[x_at<S::kTokens>(g.odd, token, e / 8)])[e % 8] = float_to_bf16(mla_normed(values[token * kN + first + e], inverse, weight[i]));
       }
     }
     team.sync();
@@ -67,55 +69,45 @@ template <int kHeadTiles, int kRope, int kUnits_>
 struct LaunchHeads {
   static constexpr int kUnits = kUnits_;
   static constexpr int vectors(int) { return 0; }
-  template <class P, class Block>
-  static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
-    typedef typename Block::Shape S;
+  template <class P> struct Of {
     static_assert(P::kParts == 1, "a block has all of K");
-    constexpr int kPer = P::kOwnVectors + kRope;
-    const Consumers team;   // of this phase alone, as in launch_kda.cuh
-    uint4* shared = block.x();
-    const uint4* from = block.input(p, 0);
-    const int row = block.link(p).in[0].row, rows = block.a.rows;
-    receive_vectors<1>(team.thread(), Consumers::kThreads, p.units * rows * kPer, block.a.watch, phase,
-      [&](int i) { return from + i / kPer % rows * row + p.tiles[i / kPer / rows] / kHeadTiles * kPer + i % kPer; }, [&] { team.sync(); },
-      [&](int i, const uint4& v) {
-        const int k = i % kPer, token = i / kPer % rows, unit = i / kPer / rows, tile = p.tiles[unit];
-        if (k < P::kOwnVectors) shared[unit * S::kTokens * P::kOwnVectors + P::template x_at<S::kTokens>(token, k)] = v;
-        else if (tile % kHeadTiles == 0) block.template publish<1>(p, phase, token, tile / kHeadTiles * (kHeadTiles * 2 + kRope) + kHeadTiles * 2 + k - P::kOwnVectors, v, 0);
-      });
-    team.sync();
-  }
+    static constexpr int kOwn = P::kOwnVectors, kPer = kOwn + kRope, kOdd = P::kSteps % 2 ? P::kSteps : 0;
+    template <class Block>
+    static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
+      typedef typename Block::Shape S;
+      const Consumers team;   // of this phase alone, as in launch_kda.cuh
+      uint4* shared = block.x();
+      const uint4* from = block.input(p, 0);
+      const int row = block.link(p).in[0].row, rows = block.a.rows;
+      receive_vectors<1>(team.thread(), Consumers::kThreads, p.units * rows * kPer, block.a.watch, phase,
+        [&](int i) { return from + i / kPer % rows * row + p.tiles[i / kPer / rows] / kHeadTiles * kPer + i % kPer; }, [&] { team.sync(); },
+        [&](int i, const uint4& v) {
+          const int k = i % kPer, token = i / kPer % rows, unit = i / kPer / rows, tile = p.tiles[unit];
+          if (k < kOwn) shared[unit * S::kTokens * kOwn + x_at<S::kTokens>(kOdd, token, k)] = v;
+          else if (tile % kHeadTiles == 0) block.publish(p, phase, token, tile / kHeadTiles * (kHeadTiles * 2 + kRope) + kHeadTiles * 2 + k - kOwn, v, 0, 0, 1);
+        });
+      team.sync();
+    }
+  };
 };
 
 // Results of heads, BF16, each with `kRope` vectors behind it.
 template <int kHeadTiles, int kRope>
 struct LaunchHeadOut {
-  template <class Block>
-  static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int row, int tile, int half, float v, bool live, int lane) {
-    const uint4 vector = pack_vector(v, block.me.lane);
-    if (live) block.publish(p, phase, row, tile / kHeadTiles * (kHeadTiles * 2 + kRope) + tile % kHeadTiles * 2 + half, vector, lane);
-  }
+  static constexpr void describe(LaunchGeometry& g) { g.fields = 1, g.head_tiles = kHeadTiles, g.rope = kRope; }
 };
 
 // Rows are multiplied with the sigmoid of the second field that the phase reads, F32, which lies behind the tokens in shared memory.
 template <int kUnits_>
 struct LaunchGate {
+  static constexpr LaunchMore kMore = kMoreGates;
   static constexpr int floats(int tokens) { return kUnits_ * tokens * kTileRows; }
   template <class Block>
-  static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase, float* gates) {
-    typedef typename Block::Shape S;
-    const u32* from = (const u32*)block.input(p, 1);
-    const int row = block.link(p).in[1].row * 4;
-    const Consumers team;   // of this phase alone, as in launch_kda.cuh
-    team.sync();            // all are finished with the phase before
-#pragma unroll 1
-    for (int i = team.thread(); i < p.units * block.a.rows * kTileRows; i += Consumers::kThreads) {
-      const int unit = i / kTileRows / block.a.rows, token = i / kTileRows % block.a.rows;
-      const u32* at = from + token * row + p.tiles[unit] * kTileRows + i % kTileRows;
+  static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase) {
+    block.template fetch_more<1>(p, phase, [&](const u32* at) {
       u32 v[1];
       await_all(v, block.a.watch, phase, 0, [](int) { return true; }, [&](int) { return at; });
-      gates[(unit * S::kTokens + token) * kTileRows + i % kTileRows] = sigmoid(__uint_as_float(v[0]));
-    }
+      return sigmoid(__uint_as_float(v[0]));
+    });
   }
-  static K3_DEVICE float add(float v, const float* gates, int at) { return v * gates[at]; }
 };

@@ -72,13 +72,15 @@ struct LaunchKdaRows {
     for (int u = 0; u < p.units; ++u) {
       const int first = p.tiles[u] / kHeads, head = p.tiles[u] % kHeads, channel = head * kDim;
       if (first > 0 && a.row_slot[first - 1] == a.row_slot[first]) continue;
+      LaunchSource& s = producer.source;
+      s.which = kEmptySlots, s.count += S::kTiles, s.bytes = 1, s.each = 0;
+      if (producer.number) continue;
       const int slot = max_of(a.row_slot[first], 0);
       bulk_prefetch(a.state + (size_t(slot) * kHeads + head) * kDim * kDim + lane * kRows, kRows * 4);
       bulk_prefetch(a.f_b + size_t(channel) * kDim + lane * kRows, kRows * 2);
       if (lane < 3) bulk_prefetch((lane == 0 ? a.q_conv : lane == 1 ? a.k_conv : a.v_conv) + channel * kWidth, kDim * kWidth * 4);
       else if (lane == 3) bulk_prefetch(a.dt_bias + channel, kDim * 4);
       else if (lane - 4 < 3 * S::kHistory) bulk_prefetch(a.conv_state + (size_t(slot) * 3 * S::kHistory + lane - 4) * kChannels + channel, kDim * 2);
-      producer.copies(S::kTiles, 1, 0, phase, [](int) { return 0; }, [](int, int) { return (const u8*)nullptr; });
     }
   }
 

@@ -9,21 +9,23 @@
 #include "launch_fields.cuh"
 #include "norm_core.cuh"
 
-// Of a phase: where its weights lie, and what stays between steps. hidden: null where nothing but the parts joins.
+// Of a phase: where its weights lie, and what stays between steps. hidden: null where nothing but the parts joins. taps: null where no draft model reads
+// what it mixes. The round of the stream leaves them, of which a row has so many (LaunchGeometry): `sums` the prefix sum, `out` the mixture; of others it has none.
 struct LaunchMix {
   const float* score;   // [n]
   const bf16* weight;   // [n]
   float *hidden, *blocks;   // [rows][n], [blocks][rows][n]
+  bf16* taps;   // [rows][taps][n], from the mix's own one on
 };
 
 //   kSlices_  of a row
 //   kUnits_   slices of a block, at most
-template <int kN_, int kLeaves_, int kParts_, int kBlocks_, int kSlices_, int kUnits_>
-struct LaunchMixShape : NormShape<kN_, kLeaves_, kParts_, kBlocks_, kSlices_, Consumers::kThreads> {
-  typedef NormShape<kN_, kLeaves_, kParts_, kBlocks_, kSlices_, Consumers::kThreads> Base;
+template <int kN_, int kLeaves_, int kBlocks_, int kSlices_, int kUnits_>
+struct LaunchMixShape : NormShape<kN_, kLeaves_, 1, kBlocks_, kSlices_, Consumers::kThreads> {
+  typedef NormShape<kN_, kLeaves_, 1, kBlocks_, kSlices_, Consumers::kThreads> Base;
   static constexpr int kSlices = kSlices_, kUnits = kUnits_, kMost = max_of(kBlocks_, 1);
-  static constexpr int kBatch = min_of(kParts_, 8), kGroups = kParts_ / kBatch, kVectors = Base::kOwn / 4;   // parts of a batch of loads; F32 vectors of a slice
-  static_assert(Base::kOwn % 8 == 0 && kGroups * kBatch == kParts_, "slices are whole vectors");
+  static constexpr int kVectors = Base::kOwn / 4;   // F32 vectors of a slice
+  static_assert(Base::kOwn % 8 == 0, "slices are whole vectors");
 };
 
 // Of a slice, from `sums` to `out`.
@@ -37,17 +39,22 @@ struct __align__(16) LaunchMixRoom {
 template <class S>
 struct LaunchSlice {
   NormRow a;
+  bf16* taps;
   int row, own;   // first element of the slice
   bool mix;
   template <class Block>
   K3_DEVICE LaunchSlice(const Block& block, const ProgramPhase& p, int phase, int unit) : row(unit / S::kSlices), own(unit % S::kSlices * S::kOwn) {
     const LaunchMix m = *(const LaunchMix*)block.a.weights[phase];
     const int closed = p.extra() & 15, rows = block.a.block_rows;
+    taps = m.taps;
     a = {nullptr, nullptr, rows, 0, nullptr, m.hidden, m.hidden, p.extra() >> 4 ? m.blocks + size_t(closed) * rows * S::kN : nullptr, m.blocks, closed, m.score, m.weight,
          nullptr, block.a.norm_eps};
     mix = S::kBlocks > 0 && closed > 0;
   }
   K3_DEVICE size_t at() const { return size_t(row) * S::kN + own; }
+  K3_DEVICE void leave_tap(const LaunchGeometry& g, int e, float v) const {
+    if (g.taps && taps) taps[size_t(row) * g.taps * S::kN + own + e] = float_to_bf16(v);
+  }
 };
 
 // A slice of the closed blocks and its scores into shared memory, all loads before the team meets. Each thread keeps its own elements.
@@ -75,28 +82,49 @@ K3_DEVICE void keep_closed(const LaunchSlice<S>& slice, float (*source)[S::kOwn]
 K3_DEVICE uint4 floats_vector(const float* v) { return {exchange_word(v[0]), exchange_word(v[1]), exchange_word(v[2]), exchange_word(v[3])}; }
 
 // What a round reads of its own, into the L2 by the producer, phases before the block comes there; its LaunchMix is in the L1 behind this.
-//   kSums_, kOut_  rounds that read the prefix sum, or the norm's weights
-template <class S, bool kSums_, bool kOut_>
-struct LaunchMixAhead {
-  static constexpr LaunchCounting kCounting = kCountsNothing;
-  template <class Block, class Producer>
-  static K3_DEVICE void produce(const Block& block, Producer&, const ProgramPhase& p, const u8* w, int) {
-    const int closed = kOut_ ? 0 : p.extra() & 15, j = lane_id() - 2;
+template <class Block>
+K3_DEVICE void fetch_mix_ahead(const Block& block, const ProgramPhase& p, const u8* w) {
+  const LaunchGeometry& g = block.geometry(p);
+  const int closed = g.ahead & kAheadBlocks ? p.extra() & 15 : 0, j = lane_id() - 2, slice = g.slice, n = slice * g.slices;
+  const LaunchMix m = *(const LaunchMix*)w;
 #pragma unroll 1
-    for (int u = 0; u < p.units; ++u) {
-      const LaunchMix m = *(const LaunchMix*)w;
-      const int own = p.tiles[u] % S::kSlices * S::kOwn;
-      const size_t at = size_t(p.tiles[u] / S::kSlices) * S::kN + own;
-      if (kOut_ && lane_id() == 0) bulk_prefetch(m.weight + own, S::kOwn * 2);
-      if (!kOut_ && S::kBlocks && lane_id() == 0) bulk_prefetch(m.score + own, S::kOwn * 4);
-      if (kSums_ && m.hidden && lane_id() == 1) bulk_prefetch(m.hidden + at, S::kOwn * 4);
-      if (0 <= j && j < closed) bulk_prefetch(m.blocks + size_t(j) * block.a.block_rows * S::kN + at, S::kOwn * 4);
-    }
+  for (int u = 0; u < p.units; ++u) {
+    const int own = p.tiles[u] % g.slices * slice;
+    const size_t at = size_t(p.tiles[u] / g.slices) * n + own;
+    const void* from = nullptr;
+    int bytes = slice * 4;
+    if (lane_id() == 0) {
+      if (g.ahead & kAheadWeight) from = m.weight + own, bytes = slice * 2;
+      else if (m.score) from = m.score + own;
+    } else if (lane_id() == 1) {
+      if (g.ahead & kAheadSum && m.hidden) from = m.hidden + at;
+    } else if (j < closed) from = m.blocks + size_t(j) * block.a.block_rows * n + at;
+    if (from) bulk_prefetch(from, bytes);
+  }
+}
+
+// A round of a mix of kParts_ ranks' parts, which leaves kTaps_ taps of a row: what it shares with others is its code.
+template <class Round, int kParts_, int kTaps_>
+struct LaunchMixRound {
+  typedef Round Code;
+  static_assert(kParts_ <= 16 && (kParts_ <= 8 || kParts_ == 16), "two batches of parts at most");
+  static constexpr int x_vectors(int tokens, int items) { return Round::x_vectors(tokens, items) + Round::kPartVectors * max_of(kParts_ / 8, 1); }
+  static constexpr LaunchGeometry geometry(int) {
+    LaunchGeometry g = {};
+    g.parts = kParts_, g.taps = kTaps_, g.slices = Round::Shape::kSlices, g.slice = Round::Shape::kOwn, g.ahead = Round::kAhead;
+    return g;
   }
 };
 
+template <class S, int kAhead_>
+struct LaunchMixCode {
+  typedef S Shape;
+  static constexpr int kAhead = kAhead_, kPartVectors = 0;   // vectors of shared memory for each batch of parts
+  static constexpr LaunchCounting kCounting = kCountsNothing;
+};
+
 template <class S>
-struct LaunchMixClosed : LaunchMixAhead<S, false, false> {
+struct LaunchMixClosed : LaunchMixCode<S, kAheadBlocks> {
   struct __align__(16) Room { float source[S::kRows][S::kOwn], score[S::kOwn], sums[S::kOwnLeaves][2][8]; };
   static constexpr int x_vectors(int, int) { return sizeof(Room) / 16; }
   template <class Block>
@@ -115,34 +143,37 @@ struct LaunchMixClosed : LaunchMixAhead<S, false, false> {
       }, team);
       team.sync();
       if (const int i = team.thread(); i < S::kOwnLeaves * 4)
-        block.template publish<1>(p, phase, slice.row, slice.own / S::kLeaf * 4 + i, floats_vector(&m.sums[0][0][0] + i * 4), 0);
+        block.publish(p, phase, slice.row, slice.own / S::kLeaf * 4 + i, floats_vector(&m.sums[0][0][0] + i * 4), 0, 0, 1);
     }
   }
 };
 
 template <class S, bool kLast = false>
-struct LaunchMixSums : LaunchMixAhead<S, true, false> {
+struct LaunchMixSums : LaunchMixCode<S, kAheadBlocks | kAheadSum> {
   enum Field { kSums, kJoined, kMixture };
   typedef LaunchMixRoom<S> Room;
-  static constexpr int kPartsBytes = S::kGroups * S::kOwn * 4;
-  static constexpr int x_vectors(int, int) { return (S::kUnits * sizeof(Room) + kPartsBytes) / 16; }
-  // Sums of four parts, [group][element].
+  static constexpr int kPartVectors = S::kOwn / 4;
+  static constexpr int x_vectors(int, int) { return S::kUnits * sizeof(Room) / 16; }
+  // Sums of up to eight parts, [batch][element].
   template <class Block>
-  static K3_DEVICE void receive_parts(const Block& block, const ProgramPhase& p, int phase, int row, int own, float* parts) {
+  static K3_DEVICE void receive_parts(const Block& block, const ProgramPhase& p, int phase, int row, int own, float* sums) {
+    constexpr int kBatch = 8;
     const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    const int parts = block.geometry(p).parts, batches = parts > kBatch ? 2 : 1;
     const uint4* from = block.input(p, 0) + row * block.link(p).in[0].row + own / 4;
 #pragma unroll 1
-    for (int i = team.thread(); i < S::kGroups * S::kVectors; i += S::kThreads) {
-      const uint4* at = from + i / S::kVectors * S::kBatch * (S::kN / 4) + i % S::kVectors;
-      uint4 v[S::kBatch];
-      await_all(v, block.a.watch, phase, u32(i), [](int) { return true; }, [&](int j) { return at + j * (S::kN / 4); });
-      float part[S::kBatch][4];
-      K3_UNROLL
-      for (int j = 0; j < S::kBatch; ++j) {
-        const f32x4 f = as_floats(v[j]);
-        part[j][0] = f.x, part[j][1] = f.y, part[j][2] = f.z, part[j][3] = f.w;
-      }
-      store4(parts + i * 4, {tree_sum<S::kBatch>(part[0], 4), tree_sum<S::kBatch>(part[0] + 1, 4), tree_sum<S::kBatch>(part[0] + 2, 4), tree_sum<S::kBatch>(part[0] + 3, 4)});
+    for (int i = team.thread(); i < batches * S::kVectors; i += S::kThreads) {
+      const uint4* at = from + i / S::kVectors * kBatch * (S::kN / 4) + i % S::kVectors;
+      uint4 v[kBatch] = {};
+      await_all(v, block.a.watch, phase, u32(i), [&](int j) { return j < parts; }, [&](int j) { return at + j * (S::kN / 4); });
+      auto sum = [&](u32 uint4::*word) {   // as tree_sum of so many
+        float part[kBatch];
+        K3_UNROLL
+        for (int j = 0; j < kBatch; ++j) part[j] = __uint_as_float(v[j].*word);
+        const float two = parts > 1 ? part[0] + part[1] : part[0], four = parts > 2 ? two + (part[2] + part[3]) : two;
+        return parts > 4 ? four + tree_sum<4>(part + 4, 1) : four;
+      };
+      store4(sums + i * 4, {sum(&uint4::x), sum(&uint4::y), sum(&uint4::z), sum(&uint4::w)});
     }
   }
   // c of this thread's elements where the closed blocks lay, nothing where there are none.
@@ -160,7 +191,7 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
     if (team.thread() == 0) m.top = top, m.total = total;
     if (!kLast || !slice.mix) return;
     const float scalars[4] = {top, total, 0, 0};
-    if (slice.own == 0 && team.thread() == 0) block.template publish<1>(p, phase, slice.row, S::kLeaves, floats_vector(scalars), 0, kSums);
+    if (slice.own == 0 && team.thread() == 0) block.publish(p, phase, slice.row, S::kLeaves, floats_vector(scalars), 0, kSums, 1);
     K3_UNROLL
     for (int i = 0; i < S::kPer; ++i) leave(block, p, phase, slice, team.thread() + i * S::kThreads, c[i], kMixture, team);
   }
@@ -168,7 +199,7 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
   template <class Block>
   static K3_DEVICE void leave(const Block& block, const ProgramPhase& p, int phase, const LaunchSlice<S>& slice, int e, float v, Field field, const Consumers& team) {
     const uint4 vector = pack_floats(v, team.lane());
-    if (e < S::kOwn && e % 4 == 0) block.template publish<1>(p, phase, slice.row, (slice.own + e) / 4, vector, 0, field);
+    if (e < S::kOwn && e % 4 == 0) block.publish(p, phase, slice.row, (slice.own + e) / 4, vector, 0, field, 1);
   }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
@@ -201,12 +232,14 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
       K3_UNROLL
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads;
-        float joined = tree_sum<S::kGroups>(parts + min_of(e, S::kOwn - 1), S::kOwn);
+        float joined = parts[min_of(e, S::kOwn - 1)];
+        if (block.geometry(p).parts > 8) joined += parts[S::kOwn + min_of(e, S::kOwn - 1)];
         if (slice.a.hidden) joined += before[i];
         if constexpr (kLast) leave(block, p, phase, slice, e, joined, kJoined, team);
         if (e >= S::kOwn) continue;
         m.source[0][e] = joined;
         keep_prefix(slice.a, slice.at() + e, joined);
+        slice.leave_tap(block.geometry(p), e, joined);
       }
       for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
       team.sync();
@@ -215,13 +248,13 @@ struct LaunchMixSums : LaunchMixAhead<S, true, false> {
       }, team);
       team.sync();
       if (const int leaf = team.thread(); leaf < S::kOwnLeaves)
-        block.template publish<1>(p, phase, slice.row, slice.own / S::kLeaf + leaf, floats_vector(m.own[leaf]), 0);
+        block.publish(p, phase, slice.row, slice.own / S::kLeaf + leaf, floats_vector(m.own[leaf]), 0, 0, 1);
     }
   }
 };
 
 template <class S>
-struct LaunchMixOut : LaunchMixAhead<S, false, true> {
+struct LaunchMixOut : LaunchMixCode<S, kAheadWeight> {
   typedef LaunchMixRoom<S> Room;
   static constexpr int x_vectors(int, int) { return 0; }   // that of the sums
   template <class Block>
@@ -249,7 +282,9 @@ struct LaunchMixOut : LaunchMixAhead<S, false, true> {
       for (int i = 0; i < S::kPer; ++i) {
         const int e = team.thread() + i * S::kThreads, at = min_of(e, S::kOwn - 1);
         const uint4 vector = pack_vector(normed_value<S>(slice.mix, alpha, beta, m.source[1][at], m.source[0][at], inv, weight[i]), block.me.lane);
-        if (e < S::kOwn) block.publish(p, phase, slice.row, (slice.own + e) / 8, vector, e % 8);
+        if (e >= S::kOwn) continue;
+        block.publish(p, phase, slice.row, (slice.own + e) / 8, vector, e % 8);
+        slice.leave_tap(block.geometry(p), e, mixture_value(slice.mix, alpha, beta, m.source[1][e], m.source[0][e]));
       }
     }
   }

@@ -9,8 +9,6 @@
 
 struct LaunchInMemory {   // weights don't come through the ring
   static constexpr LaunchCounting kCounting = kCountsNothing;
-  template <class Block, class Producer>
-  static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}
 };
 
 // A unit is a row: its latent is normed and put into the cache. Rows of padding have none.
@@ -54,7 +52,7 @@ struct LaunchMlaNorm : LaunchInMemory {
       if (team.thread() == 0) {
         fence_copied_memory();
         __threadfence();
-        block.template publish<1>(p, phase, row, 0, {0, 0, 0, 0}, 0);
+        block.publish(p, phase, row, 0, {0, 0, 0, 0}, 0, 0, 1);
       }
     }
   }
@@ -153,7 +151,7 @@ struct LaunchMlaAttend : LaunchInMemory {
     block.finished(phase);
     if (team.thread() == 0) {
       __threadfence();
-      block.template publish<1>(p, phase, 0, blockIdx.x, {0, 0, 0, 0}, 0);
+      block.publish(p, phase, 0, blockIdx.x, {0, 0, 0, 0}, 0, 0, 1);
     }
     MlaSmem<S>& m = room(block).m;
     for (int i = team.thread(); i < m.kBarriers; i += Consumers::kThreads) barrier_end(m.full + i);   // the place is other phases' again
@@ -189,7 +187,7 @@ struct LaunchMlaCombine : LaunchInMemory {
     for (int u = team.number(); u < p.units; u += kTeams) {
       const int unit = p.tiles[u], at = unit % kUnits * kUnit, head = unit / kUnits % S::kHeads, row = unit / (kUnits * S::kHeads);
       if (r.m.work.slot[row] < 0) {   // nobody's, but somebody waits for it
-        if (team.thread() < kUnit / 8) block.template publish<1>(p, phase, row, (head * S::kLatent + at) / 8 + team.thread(), {0, 0, 0, 0}, 0);
+        if (team.thread() < kUnit / 8) block.publish(p, phase, row, (head * S::kLatent + at) / 8 + team.thread(), {0, 0, 0, 0}, 0, 0, 1);
         continue;
       }
       mla_combine_unit<S::kHeads, S::kLatent, kTogether, 4>(a, sums, r.m.work, row, head, at, turn, [&](int c, float v) {

@@ -1,7 +1,10 @@
-// A product inside the single launch: the sums of row_core.cuh, leaf by leaf, with weights out of the block's ring.
+// Products inside the single launch: the sums of row_core.cuh, leaf by leaf, with weights out of the block's ring.
 // The leaves of a tile lie in one block or in the blocks of one cluster, equally many each; a unit is what a block does of a tile.
+//
+// An SM keeps 128 KB of code; what a layer runs beyond that comes from the L2 again in every layer, 59 ns for eight instructions while weights stream. So all
+// products share one loop, product_units, which reads their sizes from shared memory (LaunchGeometry), and a kind has no code but what its input needs.
 #pragma once
-#include "launch_fields.cuh"
+#include "launch_args.cuh"
 #include "situ.cuh"
 
 // Leaves that one copy brings.
@@ -9,49 +12,57 @@ constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return l
 
 constexpr int kSumStride = kTileRows + 4;   // floats from token to token of leaf sums: a warp's stores keep off each other's banks
 
-// One warp: leaf `leaf` of the block's of one tile, whose first copy is `copy`. x: [pair][token][quarter], the leaf's; of a single step half as much.
-template <class P, int kTokens, class Ring>
-K3_DEVICE void leaf_chain(float (&c)[4], Ring& ring, u32 copy, int leaf, const uint4* x, const Me& me, const Watch& watch, int phase) {
+// One warp: a leaf of the block's of one tile, whose first copy is `copy`. x: [pair][token][quarter], the leaf's; of an odd step at its end half as much.
+//   steps  of a chunk; if odd there is one chunk. shift  logarithm of the leaves of a copy. next: copies from chunk to chunk
+template <int kTokens, class Ring>
+K3_DEVICE void leaf_chain(float (&c)[4], const Ring& ring, u32 copy, int leaf, const uint4* x, int steps, int chunks, int shift, u32 next, const Me& me, const Watch& watch, int phase) {
   K3_UNROLL
   for (int i = 0; i < 4; ++i) c[i] = 0.f;
-  copy += leaf / P::kCopyLeaves;
+  copy += leaf >> shift;
+  const int in_copy = (leaf & ((1 << shift) - 1)) * steps * (kStepBytes / 16) + me.lane;
+  const uint4* at = x + me.lane;
 #pragma unroll 1
-  for (int chunk = 0; chunk < P::kChunks; ++chunk, copy += P::kBlockLeaves / P::kCopyLeaves) {
-    const uint4* w = (const uint4*)ring.take(copy, watch, phase) + leaf % P::kCopyLeaves * (P::kChunkBytes / 16) + me.lane;
-    if constexpr (P::kSteps == 1) {
-      uint2 one = {};
-      if (me.lane < kTokens * 4) one = ((const uint2*)x)[me.lane];
-      mma(c, w[0], one.x, one.y);
-      ring.give(copy, kConsumers / P::kCopyLeaves, me);
-      continue;
-    }
-    const uint4* at = x + chunk * (P::kChunkSteps / 2) * kTokens * 4 + me.lane;
-    uint4 ahead[2][2], v[2] = {};   // two steps that share a load of x, while those before them multiply
-    auto load = [&](int pair) {
-      ahead[pair % 2][0] = w[pair * 2 * kWarpSize], ahead[pair % 2][1] = w[(pair * 2 + 1) * kWarpSize];
-      if (me.lane < kTokens * 4) v[pair % 2] = at[pair * kTokens * 4];
+  for (int chunk = 0; chunk < chunks; ++chunk, copy += next) {
+    const uint4* w = (const uint4*)ring.take(copy, watch, phase) + in_copy;
+    uint4 ahead[2][3] = {};   // pairs of steps, which share a load of x: while one multiplies the next comes
+    auto load = [&](int i) {
+      ahead[i][0] = w[0], ahead[i][1] = w[kWarpSize];
+      if (me.lane < kTokens * 4) ahead[i][2] = *at;
+      w += 2 * kWarpSize, at += kTokens * 4;
     };
-    load(0);
-    K3_UNROLL
-    for (int pair = 0; pair < P::kChunkSteps / 2; ++pair) {
-      if (pair + 1 < P::kChunkSteps / 2) load(pair + 1);
-      mma(c, ahead[pair % 2][0], v[pair % 2].x, v[pair % 2].y);
-      mma(c, ahead[pair % 2][1], v[pair % 2].z, v[pair % 2].w);
+    auto multiply = [&](int i) {
+      mma(c, ahead[i][0], ahead[i][2].x, ahead[i][2].y);
+      mma(c, ahead[i][1], ahead[i][2].z, ahead[i][2].w);
+    };
+    if (steps > 1) {
+      load(0);
+      int left = steps / 2 - 1;
+#pragma unroll 1
+      for (; left >= 2; left -= 2) {
+        load(1), multiply(0);
+        load(0), multiply(1);
+      }
+      if (left) load(1);
+      multiply(0);
+      if (left) multiply(1);
     }
-    ring.give(copy, kConsumers / P::kCopyLeaves, me);
+    if (steps & 1) {
+      uint2 one = {};
+      if (me.lane < kTokens * 4) one = ((const uint2*)(at - me.lane))[me.lane];
+      mma(c, w[0], one.x, one.y);
+    }
+    ring.give(copy, kConsumers >> shift, me);
   }
 }
 
-// Leaf sums of a unit into shared memory, [leaf][token][row], by the warps that took its leaves: group `group` of kWarps, this one its number `own`.
-template <int kWarps, int kTokens>
-K3_DEVICE void store_leaf_sums(const float (&c)[4], float* partial, int group, int own, const Me& me) {
+// Sum over the leaves that a block has of a value, as tree_sum: 1, 2, 4, 8 or 16 floats `stride` apart.
+K3_DEVICE float sum_of_leaves(const float* v, int stride, int leaves) {
+  if (leaves < 4) return leaves == 1 ? v[0] : v[0] + v[stride];
+  float fours[4];
   K3_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const int token = me.lane % 4 * 2 + i % 2, row = me.lane / 4 + i / 2 * 8;
-    if (token < kTokens) partial[(own * kTokens + token) * kSumStride + row] = c[i];
-  }
-  if constexpr (kWarps == 1) __syncwarp();
-  else warps_sync(1 + group, kWarps * kWarpSize);
+  for (int i = 0; i < 4; ++i) fours[i] = i * 4 < leaves ? tree_sum<4>(v + i * 4 * stride, stride) : 0;
+  const float low = leaves > 4 ? fours[0] + fours[1] : fours[0];
+  return leaves > 8 ? low + (fours[2] + fours[3]) : low;
 }
 
 // Blocks of a cluster finish a unit together: each tells the others its sums of their vectors (a token's eight rows), which go round the
@@ -59,20 +70,37 @@ K3_DEVICE void store_leaf_sums(const float (&c)[4], float* partial, int group, i
 // a unit has heard all of the one before the last, whose senders had heard all of two before that. So four inboxes in turn are enough.
 constexpr int kInboxTurns = 4;
 
+// Where vector `k` of a token's share of x lies; `odd`: k-steps of a leaf, if that is odd, else 0.
+template <int kTokens>
+K3_DEVICE int x_at(int odd, int token, int k) {
+  if (!odd) return ((k >> 2) * kTokens + token) * 4 + (k & 3);
+  const int leaf = k / (odd * 2), own = k - leaf * odd * 2, pair = own / 4;
+  return (leaf * odd * 2 + pair * 4) * kTokens + token * (pair < odd / 2 ? 4 : 2) + own % 4;
+}
+
 // What a product multiplies, into shared memory as [pair][token][quarter]: BF16 as it comes. A block that has all leaves reads all of the field,
 // though it may use less.
 struct LaunchPlain {
   static constexpr int kUnits = 1;   // units of a block that have an x of their own; 1: it is the same of all
   static constexpr int vectors(int) { return 0; }   // of shared memory that it takes behind the rest
-  template <class P, class Block>
+  template <class P> using Of = LaunchPlain;        // what products share of it
+  template <class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
+    const LaunchGeometry& g = block.geometry(p);
     uint4* shared = block.x();
-    const bool whole = P::kParts == 1;
-    block.template receive<P::kOwnVectors * S::kTokens>(p, phase, block.a.rows, whole ? block.link(p).in[0].vectors : P::kOwnVectors, whole ? 0 : block.part() * P::kOwnVectors,
-      [&](int token, int k, const uint4& v) {
-        if (k < P::kOwnVectors) shared[P::template x_at<S::kTokens>(token, k)] = v;
+    const int odd = g.odd, own = g.own_vectors, per = g.is_shared ? own : block.link(p).in[0].vectors, total = block.a.rows * per;
+    const u32 part = 0xffffffffu / u32(per) + 1;   // i / per for the few that there are
+    const uint4* from = block.input(p, 0) + (g.is_shared ? block.part() * own : 0);
+    const int row = block.link(p).in[0].row;
+    const Consumers team;   // of this phase alone, as in launch_kda.cuh
+    receive_vectors<S::kTokens == 1 ? 1 : kReceiveBatch>(team.thread(), Consumers::kThreads, total, block.a.watch, phase,
+      [&](int i) { const int token = u32(u64(u32(i)) * part >> 32); return from + token * row + (i - token * per); }, [&] { team.sync(); },   // all are finished with the phase before
+      [&](int i, const uint4& v) {
+        const int token = u32(u64(u32(i)) * part >> 32), k = i - token * per;
+        if (k < own) shared[x_at<S::kTokens>(odd, token, k)] = v;
       });
+    team.sync();
   }
 };
 
@@ -81,29 +109,29 @@ struct LaunchPlain {
 struct LaunchSitu {
   static constexpr int kUnits = 1;
   static constexpr int vectors(int) { return 0; }
-  template <class P, class Block>
+  template <class P> using Of = LaunchSitu;
+  template <class Block>
   static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
     typedef typename Block::Shape S;
-    static_assert(P::kParts == 1, "a block has all of K");
-    constexpr int kInputs = P::kOwnVectors * 8, kBatch = min_of(4, (kInputs * S::kTokens + Consumers::kThreads - 1) / Consumers::kThreads);
+    constexpr int kBatch = min_of(4, S::kTokens);
+    const int inputs = block.geometry(p).own_vectors * 8, odd = block.geometry(p).odd;   // a block has all of K
     uint4* shared = block.x();
     const u32* from = (const u32*)block.input(p, 0);
     const int row = block.link(p).in[0].row * 4;
     const Consumers team;   // of this phase alone, as in launch_kda.cuh
     team.sync();            // all are finished with the phase before
 #pragma unroll 1
-    for (int i = team.thread(); i < block.a.rows * kInputs; i += kBatch * Consumers::kThreads) {
-      u32 v[2 * kBatch] = {};   // gates, then ups
-      auto value = [&](int j) { return i + j % kBatch * Consumers::kThreads; };
-      await_all(v, block.a.watch, phase, u32(i), [&](int j) { return value(j) < block.a.rows * kInputs; }, [&](int j) {
-        const int token = value(j) / kInputs, k = value(j) % kInputs;
-        return from + token * row + (k / kTileRows * 2 + j / kBatch) * kTileRows + k % kTileRows;
-      });
-      K3_UNROLL
-      for (int j = 0; j < kBatch; ++j) {
-        const int token = value(j) / kInputs, k = value(j) % kInputs;
-        if (token < block.a.rows)
-          ((bf16*)&shared[P::template x_at<S::kTokens>(token, k / 8)])[k % 8] = float_to_bf16(situ(__uint_as_float(v[j]), __uint_as_float(v[kBatch + j]), block.a.situ_beta, block.a.situ_linear_beta));
+    for (int k = team.thread(); k < inputs; k += Consumers::kThreads) {
+      const u32* at = from + k / kTileRows * 2 * kTileRows + k % kTileRows;
+#pragma unroll 1
+      for (int token = 0; token < block.a.rows; token += kBatch) {
+        u32 v[2 * kBatch] = {};   // gates, then ups
+        await_all(v, block.a.watch, phase, u32(k), [&](int j) { return token + j % kBatch < block.a.rows; },
+                  [&](int j) { return at + (token + j % kBatch) * row + j / kBatch * kTileRows; });
+        K3_UNROLL
+        for (int j = 0; j < kBatch; ++j)
+          if (token + j < block.a.rows)
+            ((bf16*)&shared[x_at<S::kTokens>(odd, token + j, k / 8)])[k % 8] = float_to_bf16(situ(__uint_as_float(v[j]), __uint_as_float(v[kBatch + j]), block.a.situ_beta, block.a.situ_linear_beta));
       }
     }
     team.sync();
@@ -113,25 +141,18 @@ struct LaunchSitu {
 // What is added to a product's rows, F32: nothing, or the parts of all ranks, [part][row] in field kField_ that the phase reads. Sums of parts
 // lie behind the tokens in shared memory, [unit][token][row of the tile], of kUnits_ units of a block at most.
 struct LaunchNothing {
+  static constexpr LaunchMore kMore = kMoreNothing;
   static constexpr int floats(int) { return 0; }
-  template <class Block> static K3_DEVICE void fetch(Block&, const ProgramPhase&, int, float*) {}
-  static K3_DEVICE float add(float v, const float*, int) { return v; }
+  template <class Block> static K3_DEVICE void fetch(Block&, const ProgramPhase&, int) {}
 };
 template <int kRanks, int kTiles, int kUnits_, int kField_>
 struct LaunchAdd {
+  static constexpr LaunchMore kMore = kMoreAdds;
   static constexpr int floats(int tokens) { return kUnits_ * tokens * kTileRows; }
   template <class Block>
-  static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase, float* sums) {
-    typedef typename Block::Shape S;
-    const u32* from = (const u32*)block.input(p, kField_);
-    const int row = block.link(p).in[kField_].row * 4;
-    const Consumers team;   // of this phase alone, as in launch_kda.cuh
-    team.sync();            // all are finished with the phase before
-#pragma unroll 1
-    for (int i = team.thread(); i < p.units * block.a.rows * kTileRows; i += Consumers::kThreads) {
-      const int unit = i / kTileRows / block.a.rows, token = i / kTileRows % block.a.rows;
-      const u32* at = from + token * row + p.tiles[unit] * kTileRows + i % kTileRows;
-      constexpr int kBatch = min_of(kRanks, 8);   // of loads: more of them fill the registers
+  static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase) {
+    constexpr int kBatch = min_of(kRanks, 8);   // of loads: more of them fill the registers
+    block.template fetch_more<kField_>(p, phase, [&](const u32* at) {
       float parts[kRanks / kBatch];
       K3_UNROLL
       for (int h = 0; h < kRanks / kBatch; ++h) {
@@ -142,124 +163,158 @@ struct LaunchAdd {
         for (int k = 0; k < kBatch; ++k) part[k] = __uint_as_float(v[k]);
         parts[h] = tree_sum<kBatch>(part, 1);
       }
-      sums[(unit * S::kTokens + token) * kTileRows + i % kTileRows] = tree_sum<kRanks / kBatch>(parts, 1);
-    }
+      return tree_sum<kRanks / kBatch>(parts, 1);
+    });
   }
-  static K3_DEVICE float add(float v, const float* sums, int at) { return v + sums[at]; }
 };
 
-//   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: an even number, so that two of them share a load of x, or one
+// All that is a product's own: what stands before its units.
+template <class In, class Add>
+struct LaunchProductInput {
+  static constexpr LaunchCounting kCounting = kCountsNothing;
+  template <class Block>
+  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
+    Add::fetch(block, p, phase);
+    In::receive(block, p, phase);
+    block.received(phase);
+  }
+};
+
+//   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: two of them share a load of x, an odd one is the last of its leaf
 //   kParts_            blocks of a cluster that share a tile, 1 or all
 //   Out_, In_, Add_    what becomes of its rows (LaunchOut), what it multiplies, what is added to it
 template <int kLeaves_, int kSteps_, int kParts_, int kSlotBytes, class Out_, class In_ = LaunchPlain, class Add_ = LaunchNothing>
 struct LaunchProduct {
-  typedef Out_ Out;
   typedef In_ In;
   typedef Add_ Add;
-  static constexpr int kLeaves = kLeaves_, kSteps = kSteps_, kParts = kParts_;
-  static constexpr LaunchCounting kCounting = kParts > 1 ? kCountsTurns : kCountsCopies;
-  static constexpr int kBlockLeaves = kLeaves / kParts, kGroups = kConsumers / kBlockLeaves;   // kGroups units at a time
+  static constexpr int kLeaves = kLeaves_, kSteps = kSteps_, kParts = kParts_, kBlockLeaves = kLeaves / kParts;
   static constexpr int kChunkSteps = chunk_steps(kSteps, kSlotBytes / kStepBytes, false), kChunks = kSteps / kChunkSteps;
   static constexpr int kChunkBytes = kChunkSteps * kStepBytes, kCopyLeaves = kChunks > 1 ? 1 : copy_leaves(kBlockLeaves, kChunkBytes, kSlotBytes);
-  static constexpr int kCopyBytes = kCopyLeaves * kChunkBytes, kLeafCopies = kBlockLeaves / kCopyLeaves, kUnitCopies = kLeafCopies * kChunks;
   static constexpr int kOwnVectors = kBlockLeaves * kSteps * 2;   // of a token, what one block reads
   static constexpr int in_at(int tokens) { return In::kUnits * tokens * kOwnVectors + Add::floats(tokens) / 4; }
   static constexpr int x_vectors(int tokens, int) { return in_at(tokens) + In::vectors(tokens); }
-  // Where vector `k` of a token's share of x lies.
-  template <int kTokens> static K3_DEVICE int x_at(int token, int k) {
-    constexpr int kRun = kSteps > 1 ? 4 : 2;   // of a pair of steps, or of a single one
-    return (k / kRun * kTokens + token) * kRun + k % kRun;
-  }
-  static_assert((kSteps % 2 == 0 || kSteps == 1) && kBlockLeaves * kParts == kLeaves && kGroups * kBlockLeaves == kConsumers, "warps take whole leaves");
-  static_assert(kCopyBytes <= kSlotBytes, "a copy fits a slot");
+  static_assert((kSteps % 2 == 0 || kChunks == 1) && kBlockLeaves * kParts == kLeaves && kConsumers % kBlockLeaves == 0, "warps take whole leaves");
+  static_assert(kConsumers / kBlockLeaves <= kParts || kParts == 1, "every group has its inboxes");
+  static_assert(kCopyLeaves * kChunkBytes <= kSlotBytes, "a copy fits a slot");
+  typedef LaunchProductInput<typename In::template Of<LaunchProduct>, Add> Code;
 
-  // Copy `j` of a unit: chunk by chunk, so that all its warps have something early.
-  static K3_DEVICE size_t offset(int tile, int part, int j) {
-    return ((size_t(tile) * kLeaves + part * kBlockLeaves + j % kLeafCopies * kCopyLeaves) * kSteps + j / kLeafCopies * kChunkSteps) * kStepBytes;
+  static constexpr LaunchGeometry geometry(int tokens) {
+    LaunchGeometry g = {};
+    g.leaves = kBlockLeaves, g.leaf_shift = log2_of(kBlockLeaves), g.copy_shift = log2_of(kCopyLeaves), g.chunk_steps = kChunkSteps, g.chunks = kChunks;
+    g.odd = kSteps % 2 ? kSteps : 0, g.is_shared = kParts > 1, g.has_own_x = In::kUnits > 1, g.more = Add::kMore;
+    g.own_vectors = kOwnVectors, g.more_at = In::kUnits * tokens * kOwnVectors, g.in_at = in_at(tokens), g.unit_copies = kBlockLeaves / kCopyLeaves * kChunks;
+    g.tile_bytes = kLeaves * kSteps * kStepBytes, g.part_bytes = kBlockLeaves * kSteps * kStepBytes, g.copy_bytes = kCopyLeaves * kChunkBytes;
+    g.leaf_bytes = kCopyLeaves * kSteps * kStepBytes;
+    Out_::describe(g);
+    return g;
   }
+};
 
-  template <class Block, class Producer>
-  static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase& p, const u8* w, int phase) {
-    const int part = kParts > 1 ? block.part() : 0;
-    producer.copies(p.units * kUnitCopies, kCopyBytes, kCopyBytes, phase, [](int) { return 1; },
-                    [&](int i, int) { return w + offset(p.tiles[i / kUnitCopies], part, i % kUnitCopies); });
-  }
+// The copies of a phase: unit by unit, of a unit chunk by chunk, so that all its warps have something early.
+template <class Block, class Producer>
+K3_DEVICE void produce_product(const Block& block, Producer& producer, const ProgramPhase& p, const u8* w) {
+  const LaunchGeometry& g = block.geometry(p);
+  LaunchSource& s = producer.source;
+  s.which = kTilesOfPhase, s.list = p.tiles, s.weights = w + (g.is_shared ? block.part() * g.part_bytes : 0);
+  s.count = p.units * g.unit_copies, s.bytes = s.each = g.copy_bytes, s.unit_copies = g.unit_copies;
+  s.tile_bytes = g.tile_bytes, s.leaf_shift = g.leaf_shift - g.copy_shift, s.leaf_bytes = g.leaf_bytes, s.chunk_bytes = g.chunk_steps * kStepBytes;
+}
 
-  template <class Block>
-  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    typedef typename Block::Shape S;
-    const int leaf = block.me.warp % kBlockLeaves, group = block.me.warp / kBlockLeaves;
-    Add::fetch(block, p, phase, added(block));
-    In::template receive<LaunchProduct>(block, p, phase);
-    block.received(phase);
-    const uint4* x = block.x() + leaf * kSteps * 2 * S::kTokens;
+// All units of a block, whose input is in shared memory. Groups of as many warps as a block has leaves take units in turn.
+template <class Block>
+struct LaunchUnits {
+  typedef typename Block::Shape S;
+  const Block& block;
+  const ProgramPhase& p;
+  const int phase, shift, leaves, leaf, group;   // shift: logarithm of the leaves
+  const bool is_shared;
+
+  K3_DEVICE LaunchUnits(const Block& b, const ProgramPhase& at, int n)
+      : block(b), p(at), phase(n), shift(b.geometry(at).leaf_shift), leaves(1 << shift), leaf(b.me.warp & (leaves - 1)), group(b.me.warp >> shift),
+        is_shared(S::kCluster > 1 && b.geometry(at).is_shared) {}
+
+  K3_DEVICE void run() const {
+    const LaunchGeometry& g = block.geometry(p);
+    const int units = p.units, unit_copies = g.unit_copies, steps = g.chunk_steps, chunks = g.chunks, copy_shift = g.copy_shift, own_x = g.has_own_x ? S::kTokens * g.own_vectors : 0;
+    const u32 copies = block.take_copies(units * unit_copies), next = u32(leaves) >> copy_shift;
+    const uint4* x = block.x() + leaf * (g.own_vectors >> shift) * S::kTokens;
     // Kinds that clusters share divide the warps alike, so their turns count on; warps of another kind's group may have had different numbers of them.
-    u32 own_turns = 0, &turns = kParts > 1 ? block.counts.turns : own_turns;
+    u32 turns = is_shared ? block.kept().turns : 0;
     int before = -1;   // the unit of the turn before, which this block has yet to hear of
 #pragma unroll 1
-    for (int u = group; u < p.units; u += kGroups, ++turns) {
-      float c[4];
-      leaf_chain<LaunchProduct, S::kTokens>(c, block.ring, block.counts.copies + u * kUnitCopies, leaf, x + (In::kUnits > 1 ? u * S::kTokens * kOwnVectors : 0), block.me, block.a.watch, phase);
-      float* partial = block.partial(turns) + group * kBlockLeaves * S::kTokens * kSumStride;
-      store_leaf_sums<kBlockLeaves, S::kTokens>(c, partial, group, leaf, block.me);
-      if constexpr (kParts == 1) finish(block, p, phase, partial, leaf * kWarpSize + block.me.lane, u);
-      else {
-        tell(block, partial, leaf * kWarpSize + block.me.lane, group, turns);
-        if (before >= 0) hear(block, p, phase, group, leaf, turns - 1, before);
+    for (int u = group;; u += kConsumers >> shift, ++turns) {
+      const bool more = u < units;
+      if (more) {
+        float c[4];
+        leaf_chain<S::kTokens>(c, block.ring, copies + u * unit_copies, leaf, x + u * own_x, steps, chunks, copy_shift, next, block.me, block.a.watch, phase);
+        store(c, turns);
+        if (is_shared) tell(turns);
+      }
+      if (!is_shared) {
+        if (more) finish(turns, u);
+      } else {
+        if (before >= 0) finish(turns - 1, before);
         before = u;
       }
+      if (!more) break;
     }
-    if constexpr (kParts > 1)
-      if (before >= 0) hear(block, p, phase, group, leaf, turns - 1, before);
-    block.counts.copies += p.units * kUnitCopies;
+    __syncwarp();
+    if (const Me again; is_shared && again.lane == 0) block.kept().turns = turns;
   }
 
-  template <class Block>
-  static K3_DEVICE float* added(const Block& block) { return (float*)(block.x() + In::kUnits * Block::Shape::kTokens * kOwnVectors); }
-  // Rows of half `half` of unit `u`'s tile, as LaunchOut's.
-  template <class Block>
-  static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int token, int u, int half, float v, bool live, int lane) {
-    v = Add::add(v, added(block), (u * Block::Shape::kTokens + min_of(token, Block::Shape::kTokens - 1)) * kTileRows + half * 8 + lane);
-    Out::put(block, p, phase, token, p.tiles[u], half, v, live, lane);
-  }
-
-  template <class Block>
-  static K3_DEVICE void finish(Block& block, const ProgramPhase& p, int phase, const float* partial, int thread, int u) {
-    typedef typename Block::Shape S;
-    const int live = block.a.rows * kTileRows;
-#pragma unroll 1
-    for (int i = thread; i - block.me.lane < live; i += kBlockLeaves * kWarpSize) {
-      const int token = min_of(i / kTileRows, S::kTokens - 1);
-      put(block, p, phase, token, u, i / 8 % 2, tree_sum<kBlockLeaves>(partial + token * kSumStride + i % kTileRows, S::kTokens * kSumStride), i < live, i % 8);
+  // Leaf sums of a unit: [leaf][token][row].
+  K3_DEVICE float* partial(u32 turn) const { return block.partial(turn) + (group << shift) * S::kTokens * kSumStride; }
+  K3_DEVICE int thread() const { return leaf * kWarpSize + block.me.lane; }
+  // By the warps that took its leaves, which meet behind it.
+  K3_DEVICE void store(const float (&c)[4], u32 turn) const {
+    float* to = partial(turn) + leaf * S::kTokens * kSumStride;
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int token = block.me.lane % 4 * 2 + i % 2, row = block.me.lane / 4 + i / 2 * 8;
+      if (token < S::kTokens) to[token * kSumStride + row] = c[i];
     }
+    if (leaves == 1) __syncwarp();
+    else warps_sync(1 + group, leaves * kWarpSize);
+  }
+  K3_DEVICE float sum(const float* sums, int i) const {
+    const int token = min_of(i / kTileRows, S::kTokens - 1);
+    return sum_of_leaves(sums + token * kSumStride + i % kTileRows, S::kTokens * kSumStride, leaves);
   }
 
   // Inbox: [source][own vector][8].
-  template <class Block>
-  static K3_DEVICE void tell(Block& block, const float* partial, int thread, int group, u32 turn) {
-    typedef typename Block::Shape S;
-    constexpr int kVectors = max_of(2 * S::kTokens, kParts), kOwn = kVectors / kParts;
-    static_assert(kParts == S::kCluster && kVectors % kParts == 0, "blocks own equally many vectors");
-    const int at = group * kInboxTurns + turn % kInboxTurns;
-    if (thread == 0) inbox_expect(block.heard(at), kOwn * 8 * 4 * kParts);
+  static constexpr int kVectors = max_of(2 * S::kTokens, S::kCluster), kOwn = kVectors / S::kCluster;
+  static_assert(kVectors % S::kCluster == 0, "blocks own equally many vectors");
+  K3_DEVICE int inbox(u32 turn) const { return group * kInboxTurns + turn % kInboxTurns; }
+  K3_DEVICE void tell(u32 turn) const {
+    const int at = inbox(turn), rank = block.part();
+    const float* sums = partial(turn);
+    if (thread() == 0) inbox_expect(block.heard(at), kOwn * 8 * 4 * S::kCluster);
 #pragma unroll 1
-    for (int i = thread; i < kVectors * 8; i += kBlockLeaves * kWarpSize) {
-      const int token = min_of(i / kTileRows, S::kTokens - 1), vector = i / 8;
-      const float v = tree_sum<kBlockLeaves>(partial + token * kSumStride + i % kTileRows, S::kTokens * kSumStride);
-      send(block.inbox(at) + (block.part() * kOwn + vector / kParts) * 8 + i % 8, vector % kParts, v, block.heard(at));
+    for (int i = thread(); i < kVectors * 8; i += leaves * kWarpSize) {
+      const int vector = i / 8;
+      send(block.inbox(at) + (rank * kOwn + vector / S::kCluster) * 8 + i % 8, vector % S::kCluster, sum(sums, i), block.heard(at));
     }
   }
-  template <class Block>
-  static K3_DEVICE void hear(Block& block, const ProgramPhase& p, int phase, int group, int own_warp, u32 turn, int u) {
-    typedef typename Block::Shape S;
-    constexpr int kOwn = max_of(2 * S::kTokens, kParts) / kParts;
-    const int at = group * kInboxTurns + turn % kInboxTurns, thread = (own_warp + turn) % kBlockLeaves * kWarpSize + block.me.lane;   // warps take turns
-    if (thread - block.me.lane >= kOwn * 8) return;
-    for (Spin spin; !inbox_try(block.heard(at), turn / kInboxTurns & 1);) spin.turn(block.a.watch, kWaitSums, phase, turn);
+  // Rows of unit `u`: of all vectors, or of the cluster's those of this block, of which the others tell. What they go with is added or multiplied.
+  K3_DEVICE void finish(u32 turn, int u) const {
+    const int first = (is_shared ? (leaf + turn) & (leaves - 1) : leaf) * kWarpSize + block.me.lane;   // warps take turns
+    const int rows = block.a.rows, values = is_shared ? kOwn * 8 : rows * kTileRows, own = is_shared ? S::kCluster : 1, rank = is_shared ? block.part() : 0;
+    if (first - block.me.lane >= values) return;
+    const LaunchTarget target(block, p, phase, p.tiles[u]);
+    const LaunchMore which = LaunchMore(block.geometry(p).more);
+    const float* more = (const float*)(block.x() + block.geometry(p).more_at) + u * S::kTokens * kTileRows;
+    const float* sums = is_shared ? block.inbox(inbox(turn)) : partial(turn);
+    if (is_shared)
+      for (Spin spin; !inbox_try(block.heard(inbox(turn)), turn / kInboxTurns & 1);) spin.turn(block.a.watch, kWaitSums, phase, turn);
 #pragma unroll 1
-    for (int j = thread; j - block.me.lane < kOwn * 8; j += kBlockLeaves * kWarpSize) {
-      const int vector = j / 8 * kParts + block.part();
-      put(block, p, phase, vector / 2, u, vector % 2, tree_sum<kParts>(block.inbox(at) + min_of(j, kOwn * 8 - 1), kOwn * 8), j < kOwn * 8 && vector < 2 * block.a.rows, j % 8);
+    for (int i = first; i - block.me.lane < values; i += leaves * kWarpSize) {
+      const int vector = i / 8 * own + rank, row = vector / 2, half = vector % 2;
+      float v = is_shared ? tree_sum<S::kCluster>(sums + min_of(i, kOwn * 8 - 1), kOwn * 8) : sum(sums, i);
+      if (which) {
+        const float with = more[min_of(row, S::kTokens - 1) * kTileRows + half * 8 + i % 8];
+        v = which == kMoreAdds ? v + with : v * with;
+      }
+      target.put(row, half, v, i < values && row < rows, i % 8);
     }
   }
 };

@@ -1,4 +1,4 @@
-// The weight stream of a persistent block: one producer thread fills a ring of shared memory by bulk copies in the order of the block's
+// The weight stream of a persistent block: producer warps fill a ring of shared memory by bulk copies in the order of the block's
 // program, consumer warps take single copies out of it. What is in flight is capped: loads of a hand-over would stand behind the weights
 // otherwise. Every wait is bounded: who waited for what is written to host memory, then a trap
 // ends the launch. Who looks again and again takes issue slots from the warps that multiply, so long waits sleep (K3_POLL, which
@@ -7,10 +7,10 @@
 #include "exchange.cuh"
 #include "row_shape.cuh"
 
-constexpr int kConsumers = 16;                                   // warps; behind them the producer's and the janitor's
+constexpr int kConsumers = 16;                                   // warps; behind them the producers' and the janitor's
 constexpr u32 kTakePause = 300;                                   // nanoseconds between two looks at a copy that is not issued, a microsecond before it lands
 constexpr int kAllConsumers = 15;                                 // the barrier where they all meet; groups of them have 1 to 8
-constexpr int kProducer = kConsumers, kJanitor = kConsumers + 1, kLaunchThreads = (kConsumers + 2) * kWarpSize;
+constexpr int kProducers = 3, kJanitor = kConsumers + kProducers, kLaunchThreads = (kJanitor + 1) * kWarpSize;
 
 // What a wait waits for. `detail` says which copy, vector, round or turn, but is 0 where all registers are taken and a number kept for it would
 // spill: kWaitClean, and kWaitVector of LaunchAdd.
@@ -32,15 +32,20 @@ struct Me {
   K3_DEVICE int thread() const { return warp * kWarpSize + lane; }
 };
 
+// A wait that took too long, in shared memory: LaunchWait (0: none did), warp, phase, detail. One of them, if there are several.
+struct __align__(16) LateWait { u32 what, warp, phase, detail; };
+
 // Where a wait that takes too long is written: {LaunchWait, block, warp, phase, detail}, the first one only. `trouble` is the host's memory,
-// which outlives the trap; `failed` is the device's, zero until then.
+// which outlives the trap; `failed` is the device's, zero until then. Who waits writes `late`, its block's; the block's janitor does the rest, since
+// all of it at each wait would be a tenth of the code.
 struct Watch {
   u32 *failed, *trouble;
-  u64 limit_ns;
-  K3_DEVICE void fail(int what, int phase, u32 detail) const {
-    if (atomicCAS(failed, 0u, u32(what)) == 0u) {
+  LateWait* late;
+  u32 limit, pad;   // of spin_clock's units
+  K3_DEVICE void fail() const {
+    if (atomicCAS(failed, 0u, 1u) == 0u) {
       volatile u32* t = trouble;
-      t[0] = what, t[1] = blockIdx.x, t[2] = Me().warp, t[3] = phase, t[4] = detail;
+      t[1] = blockIdx.x, t[2] = late->warp, t[3] = late->phase, t[4] = late->detail, t[0] = late->what;
 #ifndef K3_HOST_SHIM
       __threadfence_system();
 #endif
@@ -55,26 +60,26 @@ struct Watch {
   }
 };
 
-K3_DEVICE u64 spin_ns() {
+// The clock in units of 1,024 ns, which turns over after an hour.
+K3_DEVICE u32 spin_clock() {
 #ifdef K3_HOST_SHIM
-  return shim_clock_ns();
+  return u32(shim_clock_ns() >> 10);
 #else
-  return device_ns();
+  return u32(device_ns() >> 10);
 #endif
 }
 
 // One wait: turn() after every look that found nothing.
 struct Spin {
-  u64 start = 0;
-  u32 turns = 0;
-  K3_DEVICE void turn(const Watch& w, int what, int phase, u32 detail) {
+  u32 start = 0, turns = 0;
+  K3_DEVICE void turn(const Watch& w, u32 what, u32 phase, u32 detail) {
 #ifdef K3_HOST_SHIM
     shim_yield();
 #endif
     if (++turns % 1024) return;
-    u64 now = spin_ns();
-    if (!start) start = now;
-    else if (now - start > w.limit_ns) w.fail(what, phase, detail);
+    const u32 now = spin_clock();
+    if (turns == 1024) start = now;
+    else if (now - start > w.limit) *w.late = {what, u32(Me().warp), phase, detail};
   }
 };
 
@@ -163,7 +168,9 @@ struct LaunchState {
   volatile u32 received;   // phases whose input this block has read
   volatile u32 cleaned;    // phases whose used-up slots are clean everywhere
   volatile u32 chosen;     // choices of experts that this block has made
-  volatile u32 produced;   // where in shared memory the words of the producer's phase lie
+  volatile u32 produced[kProducers];   // where in shared memory the words of each producer's phase lie
+  u32 ended;               // warps that have nothing to wait for any more, but the janitor
+  LateWait late;
   int live;                // rows that choose experts: those behind them are padding
   int place[kMaxRows];     // of a row's among those whose logits are wanted; -1: they are not
 };
@@ -194,71 +201,88 @@ struct LaunchRing {
   }
 };
 
-// The producer's end, one warp. A lane a copy: a single thread would take as long to issue one as the memory to bring it. What it does for a copy sets
-// the pace where the L2 has the bytes, so there is little of it: where the next copies lie is worked out while these wait.
+// The copies of a phase, for the producers: `count` of them, of `bytes` at most, as the window counts, in pieces of `each`. What they are of: tiles of the phase's
+// program; pairs of tiles of chosen experts, counted over the list's entries; `per` entries of the list at a time, leaf by leaf; nothing, a slot alone.
+enum LaunchCopies { kTilesOfPhase, kPairsOfEntries, kEntries, kEmptySlots };
+struct LaunchSource {
+  LaunchCopies which;
+  int count;
+  u32 bytes, each;
+  const u8* weights;
+  const u32* list;                     // tiles, or entries
+  int first, pairs;                    // of kPairsOfEntries: the first unit, and pairs of an expert
+  int entries, per, of_leaf, tile_shift;   // of kEntries: how many there are, those of a copy, copies of a leaf, logarithm of an entry's pieces
+  u32 unit_copies, leaf_shift;         // of a unit; logarithm of those of a chunk
+  u32 expert_bytes, tile_bytes, leaf_bytes, chunk_bytes;   // from expert to expert of kEntries; from tile to tile; from copy to copy of a chunk, or leaf to leaf; from chunk to chunk
+
+  K3_DEVICE int pieces(int i) const { return which == kEntries ? min_of(per, entries - i % of_leaf * per) << tile_shift : which != kEmptySlots; }
+  // Piece `j` of copy `i` of kEntries.
+  K3_DEVICE const u8* entry(int i, int j) const {
+    const int leaf = i / of_leaf, e = (i - leaf * of_leaf) * per + (j >> tile_shift);
+    return weights + size_t(list[e] & 0xffff) * expert_bytes + (j & ((1 << tile_shift) - 1)) * tile_bytes + leaf * leaf_bytes;   // entry_expert
+  }
+  // Piece 0 of copy `i`.
+  K3_DEVICE const u8* from(u32 i) const {
+    if (which == kEmptySlots) return nullptr;
+    if (which == kEntries) return entry(i, 0);
+    const u32 unit = i / unit_copies, j = i - unit * unit_copies;
+    u32 tile;
+    if (which == kTilesOfPhase) tile = list[unit];
+    else {
+      const u32 u = first + unit, e = u / pairs;
+      tile = (list[e] & 0xffff) * pairs + (u - e * pairs);
+    }
+    return weights + size_t(tile) * tile_bytes + (j & ((1u << leaf_shift) - 1)) * leaf_bytes + (j >> leaf_shift) * chunk_bytes;
+  }
+};
+
+// A producer, one warp of kProducers, which take copies in turn. Its lanes work out where their copies lie side by side, then issue them one behind the other: who
+// waits sleeps at a barrier, and takes no issue slots from the warps that expand and multiply. One producer alone would set the pace of the stream.
 template <class Ring>
 struct LaunchProducer {
-  // Lanes go as they can, none more than kLanes ahead. What a lane looks back to must not have left its slot by then: its barrier would look as
-  // if it had never landed.
-  static constexpr int kLanes = min_of(8, Ring::kSlots / 2), kMostAhead = Ring::kSlots - kLanes;
-  static constexpr u32 kIdleTurns = 2;   // looks at a full ring for each copy that is brought into the L2: about what the memory gives a block
   Ring& ring;
   const Watch& watch;
-  u32 window;                   // bytes in flight at most
-  int prefetch;                 // copies of the same phase that are brought into the L2 while the ring is full, at most
-  u32 issued = 0, choices = 0;  // copies; choices of experts that it has come by
+  u32 number;                   // of the producers
+  u32 window;                   // bytes of all of them in flight at most
+  u32 issued = 0, choices = 0;  // copies of the phases before this one; choices of experts that it has come by
+  LaunchSource source = {};     // of the phase that it is in
 
-  // A copy whose barrier must have passed before another is issued; none if the count has not come so far.
-  struct Before {
-    int at;
-    u32 parity;
-    K3_DEVICE bool passed(u64* barriers) const { return at < 0 || barrier_test(barriers + at, parity); }
-  };
-  static K3_DEVICE Before before(u32 n) { return {int(n) < 0 ? -1 : int(n % Ring::kSlots), n / Ring::kSlots & 1}; }
-  // Until the first lane with a copy to issue may go on: until a barrier of its passes, counted from the first full one.
-  K3_DEVICE void sleep(bool mine, int barrier, u32 parity) const {
-    const int first = first_lane(__ballot_sync(kFullWarp, mine));
-    if (first < 0) return;
-    barrier = __shfl_sync(kFullWarp, barrier, first), parity = __shfl_sync(kFullWarp, parity, first);
-    barrier_try(ring.full + barrier, parity);
+  // Until copy `n`, one of its own, has landed, if there is one. Its slot may have had another copy since, by another producer: then its barrier does not tell.
+  K3_DEVICE void await_landed(u32 n, int phase) const {
+    if (int(n) < 0) return;
+    const u32 slot = n % Ring::kSlots;
+    for (Spin spin; ring.issued[slot] == n + 1 && !barrier_try(ring.full + slot, n / Ring::kSlots & 1);) spin.turn(watch, kWaitRoom, phase, n);
+  }
+  // Until the copy before `n` in its slot has been there, and has been used up.
+  K3_DEVICE void await_room(u32 n, int phase) const {
+    if (n < Ring::kSlots) return;
+    const u32 slot = n % Ring::kSlots;
+    for (Spin spin; ring.issued[slot] != n + 1 - Ring::kSlots || !barrier_try(ring.empty + slot, n / Ring::kSlots & 1 ^ 1);) spin.turn(watch, kWaitRoom, phase, n);
   }
 
-  // Copies 0 to count - 1 of a phase, most of them of `bytes`: a slot gets pieces(i) copies of `each` bytes, number j from from(i, j).
-  template <class Pieces, class From>
-  K3_DEVICE void copies(int count, u32 bytes, u32 each, int phase, Pieces&& pieces, From&& from) {
-    const u32 most = max_of(1, min_of(kMostAhead, window / bytes));
-    int fetched = 0;
-    u32 idle = 0;
-    const int end = lane_id() < kLanes ? count : 0;
-    int next = lane_id();
-    const u8* next_source = next < end ? from(next, 0) : nullptr;
-    for (int first = 0; first < count; first += kLanes) {
-      const int i = next, parts = i < end ? pieces(i) : 0;
-      const u8* source = next_source;
-      bool mine = i < end;
-      const u32 n = issued + lane_id(), slot = n % Ring::kSlots;
-      const Before room = before(n - Ring::kSlots), landed = before(n - most);
-      next += kLanes;
-      if (next < end) next_source = from(next, 0);
-      Spin spin;
-      while (__any_sync(kFullWarp, mine)) {
-        const bool may = mine && landed.passed(ring.full), fits = may && room.passed(ring.empty);
-        if (fits) {
-          barrier_expect(ring.full + slot, parts * each);
-          for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * each, j ? from(i, j) : source, each, ring.full + slot);
+  K3_DEVICE void copies(int phase) {
+    const LaunchSource& s = source;
+    const u32 back = max_of(1, window / s.bytes / kProducers) * kProducers;
+#pragma unroll 1
+    for (int i = (number + kProducers - issued % kProducers) % kProducers + lane_id() * kProducers; __any_sync(kFullWarp, i < s.count); i += kWarpSize * kProducers) {
+      const u8* from = i < s.count ? s.from(i) : nullptr;
+      const u32 n = issued + i;
+#pragma unroll 1
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        if (lane == lane_id() && i < s.count) {
+          await_landed(n - back, phase);
+          await_room(n, phase);
+          const u32 slot = n % Ring::kSlots;
+          const int parts = s.pieces(i);
+          barrier_expect(ring.full + slot, parts * s.each);
+#pragma unroll 1
+          for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, j ? s.entry(i, j) : from, s.each, ring.full + slot);
           ring.issued[slot] = n + 1;
-          mine = false;
-        } else if (mine) spin.turn(watch, kWaitRoom, phase, n);
-        if (!K3_POLL && !prefetch && !__any_sync(kFullWarp, fits)) sleep(mine, may ? Ring::kSlots + room.at : landed.at, may ? room.parity : landed.parity);
-        if (prefetch && __any_sync(kFullWarp, may && !fits) && ++idle % kIdleTurns == 0) {
-          fetched = max_of(fetched, first + kLanes);
-          if (fetched < min_of(count, first + kLanes + prefetch)) {
-            if (lane_id() < pieces(fetched)) bulk_prefetch(from(fetched, lane_id()), each);
-            ++fetched;
-          }
         }
+        __syncwarp();
+        if (!__any_sync(kFullWarp, lane < lane_id() && i < s.count)) break;
       }
-      issued += min_of(kLanes, count - first);
     }
+    issued += s.count;
   }
 };

@@ -17,8 +17,6 @@ struct LaunchRowSlices {
   static_assert(kOwn % 4 == 0 && kOwn * kSlices == kN, "slices are whole vectors");
   static constexpr LaunchCounting kCounting = kCountsNothing;
   static constexpr int x_vectors(int, int) { return 0; }
-  template <class Block, class Producer>
-  static K3_DEVICE void produce(const Block&, Producer&, const ProgramPhase&, const u8*, int) {}
 };
 
 // As stage embed and the sum of what all ranks made of it. Looped back, a rank gives the row that stands where the token's does in its owner's part.
@@ -42,7 +40,7 @@ struct LaunchEmbed : LaunchRowSlices<kN, kSlices> {
         const uint4 vector = pack_floats(v, team.lane());
         if (e >= Base::kOwn) continue;
         t.hidden[size_t(row) * kN + own + e] = 0;
-        if (e % 4 == 0) block.template publish<1>(p, phase, row, (own + e) / 4, vector, 0);
+        if (e % 4 == 0) block.publish(p, phase, row, (own + e) / 4, vector, 0, 0, 1);
       }
     }
   }
@@ -72,28 +70,14 @@ struct LaunchPartsSum : LaunchRowSlices<kN, kSlices> {
         parts[g] = tree_sum<kBatch>(part, 1);
       }
       const uint4 vector = pack_floats(tree_sum<kGroups>(parts, 1), team.lane());
-      if (i < total && i % 4 == 0) block.template publish<1>(p, phase, row, column / 4, vector, 0);
+      if (i < total && i % 4 == 0) block.publish(p, phase, row, column / 4, vector, 0, 0, 1);
     }
     team.sync();
     block.received(phase);
   }
 };
 
-// The head's rows as LaunchOut's: into the launch's result, at the place of the row's that are wanted (LaunchState).
+// The head's rows: into the launch's result, at the place of the row's that are wanted (LaunchState).
 struct LaunchLogits {
-  static constexpr bool kF32 = true;
-  static constexpr int kFirst = 0;
-  template <class Block>
-  static K3_DEVICE void put(const Block& block, const ProgramPhase& p, int phase, int row, int tile, int half, float v, bool live, int lane) {
-    const uint4 vector = pack_floats(v, block.me.lane);
-    const LaunchLink& to = block.link(p);
-    const int column = tile * 4 + half * 2 + lane / 4, width = to.out[0].width;
-    if (!live || column >= width) return;
-    if (block.a.record && lane % 4 == 0) block.a.record[size_t(phase) * block.a.record_vectors + row * to.record_row + column] = vector;
-    const int place = block.state.place[row];
-    if (place < 0) return;
-    uint4* logits = block.a.result + place * to.row + column;
-#pragma unroll 1
-    for (int copy = lane % 4; copy < to.out[0].copies; copy += 4) store_exchange(logits + copy * width, vector);
-  }
+  static constexpr void describe(LaunchGeometry& g) { g.fields = g.f32 = g.to_logits = 1; }
 };

@@ -206,10 +206,11 @@ K3_DEVICE void keep_prefix(const NormRow& a, size_t at, const T& p) {
   if (a.hidden_out) *(T*)(a.hidden_out + at) = a.snapshot ? T{} : p;
 }
 
-// What the next half layer reads of an element.
+// An element of the mixture, and what the next half layer reads of it.
+K3_DEVICE float mixture_value(bool mix, float alpha, float beta, float c, float p) { return mix ? fmaf(alpha, c, beta * p) : p; }
 template <class S>
 K3_DEVICE float normed_value(bool mix, float alpha, float beta, float c, float p, float inv, float weight) {
-  float x = mix ? fmaf(alpha, c, beta * p) : p;
+  float x = mixture_value(mix, alpha, beta, c, p);
   return S::kNormed ? x * inv * weight : x;
 }
 

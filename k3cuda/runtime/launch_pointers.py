@@ -45,6 +45,13 @@ class Places:
         size = KV_BYTES[self.kv_cache_dtype] if b.dtype == "kv" else DTYPE_BYTES[b.dtype]
         return self.buffers[name] + op.kind_index * prod(buffer_shape(b, self.tables.dims)[1:]) * size
 
+    def tap(self, mix: Op) -> int | None:
+        """Address of what a draft model reads where a mix begins (of the first row); None: nothing."""
+        found = next((op for op in self.plan.ops if op.stage.where == "tap" and op.layer == mix.layer), None)
+        if found is None or mix.stage.name == "ffn_mix":
+            return None
+        return self.buffers["taps"] + found.kind_index * self.plan.cfg.hidden_size * DTYPE_BYTES[self.tables.buffers["taps"].dtype]
+
     def parts(self, op: Op, **names: str) -> dict[str, int]:
         return {to: self.part(name, op) for to, name in names.items()}
 
@@ -56,7 +63,7 @@ def _tokens(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> LaunchTo
 def _mix(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> LaunchMix:
     if len(weights) == 1:   # a norm alone
         return LaunchMix(weight=weights[0])
-    return LaunchMix(score=weights[0], weight=weights[1], hidden=at.buffers["hidden"], blocks=at.buffers["res_blocks"])
+    return LaunchMix(score=weights[0], weight=weights[1], hidden=at.buffers["hidden"], blocks=at.buffers["res_blocks"], taps=at.tap(op))
 
 
 def _kda(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> KdaMix:

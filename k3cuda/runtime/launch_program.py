@@ -29,8 +29,6 @@ WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "
 
 def misfit(plan: Plan, ranks: str, probes: Probes = NO_PROBES) -> str | None:
     """Why no step of a backend runs in one launch, whatever its rows, or None. `ranks`: how they are joined (Backend.ranks)."""
-    if plan.taps:
-        return "a draft model reads what a step leaves behind single layers: one launch leaves it nothing"
     if plan.dcp > 1:
         return "the MLA cache is split over ranks: one launch reads a whole one"
     if plan.tp > 1 and ranks != LOOPBACK:

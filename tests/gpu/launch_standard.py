@@ -111,7 +111,7 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
             self.kernels += ["experts_up", "experts_down"]
             up_warps, down_warps = (min(k.leaves, 8), 16) if self.clusters else (k.leaves, 4)
             return (f"typedef ExpertList<{tokens * top_k}> items;\ntypedef ExpertUpShape<{k.leaves}, {k.groups}, items, {max(tokens, 2)}, {up_warps}, 62 * 1024> up_shape;\n"
-                    f"typedef ExpertDownShape<1, {down.groups}, items, {tokens}, {top_k}, {down_warps}> down_shape;\nK3_BENCH_EXPERTS(experts, 1, 1, up_shape, down_shape)\n")
+                    f"typedef ExpertDownShape<{down.leaves}, {down.groups}, items, {tokens}, {top_k}, {down_warps}> down_shape;\nK3_BENCH_EXPERTS(experts, 1, 1, up_shape, down_shape)\n")
         kernel = self._kda_kernel()[0] if isinstance(k, lk.Kda) else None
         if isinstance(k, Mix) and k.round == SUMS:
             kernel = ck.norm_row(*self.norms[k.stage])

@@ -13,7 +13,6 @@ pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cu
 from models import open_slot, step_rows  # noqa: E402
 from standard import Cuda, same  # noqa: E402
 
-from k3cuda import LLM  # noqa: E402
 from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import DECODE_ROWS  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
@@ -120,15 +119,6 @@ def test_virtual_ranks_run_stage_by_stage(small):
     be.logits()
     assert be.counts.steps == {STANDARD: 1} and sum(be.counts.reasons.values()) == 1
     be.close()
-
-
-def test_a_model_that_its_phases_cannot_do_answers_stage_by_stage():
-    answers = []
-    for name in (STANDARD, LATENCY_SPECIALIZED):
-        with LLM("tiny-random", decode_backend=name, max_batch=1) as llm:
-            answers.append(llm.generate("hi", SamplingParams(max_tokens=5, temperature=0))[0].token_ids)
-            counts = llm.backend.counts
-    assert answers[0] == answers[1] and set(counts.steps) == {STANDARD} and any("leaves of w2" in why for why in counts.reasons)
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 1), (2, 300), (8, 8), (8, 2000)])

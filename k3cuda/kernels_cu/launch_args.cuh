@@ -43,9 +43,11 @@ struct LaunchArgs {
   uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
   u64* stamps;             // [block][phase][kStamps] nanoseconds (LaunchStamp); null: not kept
   LaunchCounts* counts;
+  const LaunchPeer* peers;   // [rank]; null: a rank alone
   Watch watch;
+  u64 meet_ns;             // that ranks in launches of their own wait for one another when they begin, at most
   // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window, prefetch;
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window, prefetch, rank;
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
 };

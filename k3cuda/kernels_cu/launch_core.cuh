@@ -29,12 +29,13 @@ struct LaunchShape {
   static constexpr int kInbox = kCluster > 1 ? max_of(2 * kTokens, kCluster) * 8 : 0;   // floats of one turn of a group, of one tile
   static constexpr int kInboxes = kInboxTurns * kCluster + (kTopK ? 2 * 2 * 2 * kCluster : 0);   // of products' groups, then of experts': groups, turns, tiles
   static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
-  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
+  static constexpr int kPeerBytes = K3_RANKS > 1 ? aligned16(K3_RANKS * sizeof(LaunchPeer)) : 0;
+  static constexpr int kRest = kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + kPeerBytes + 2 * kWords_ * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
   static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
-  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kProgramAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts));
+  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kPeersAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts)), kProgramAt = kPeersAt + kPeerBytes;
   typedef LaunchPages<kWords_, kProgramAt> Pages;
   static constexpr int kSmem = kProgramAt + Pages::kBytes;
   static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
@@ -59,6 +60,7 @@ struct LaunchBlock {
   K3_DEVICE void begin(const LaunchArgs& args) {   // which thread this is is asked for again and again: else it is kept for all of the launch
     for (int i = Me().thread(); i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
     __syncthreads();
+    for (int i = Me().thread(); i < S::kPeerBytes / 16; i += kLaunchThreads) ((uint4*)(smem + S::kPeersAt))[i] = ((const uint4*)a.peers)[i];
     pages.begin(own_words(), a.words);
     if (const int row = Me().thread(); row < S::kTokens) {
       int place = a.logit_rows ? -1 : row;
@@ -80,10 +82,35 @@ struct LaunchBlock {
       state.received = state.cleaned = state.chosen = 0, state.produced = S::Pages::kFirst;
     }
     __syncthreads();
+    if constexpr (kRanksAway) {
+      if (rank_block() == 0 && Me().thread() < K3_RANKS) raise_to(&peer(Me().thread()).counts->met_by[a.rank], 2 * launches() + 1);
+      if (Me().thread() == 0) meet(2 * launches() + 1, a.meet_ns, 0);
+      __syncthreads();
+    }
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
   }
 
-  K3_DEVICE const u32* own_words() const { return a.programs + size_t(blockIdx.x) * a.words; }
+  K3_DEVICE const u32* own_words() const { return a.programs + size_t(rank_block()) * a.words; }
+
+  // ---- ranks ----
+  K3_DEVICE const LaunchPeer& peer(int rank) const { return ((const LaunchPeer*)(smem + S::kPeersAt))[rank]; }
+  // Launches that have ended, until a block of this one does.
+  K3_DEVICE u64 launches() const { return ended_seen(&a.counts->ended) / rank_blocks(); }
+  // One thread: until all ranks have come to a meeting.
+  K3_DEVICE void meet(u64 meeting, u64 limit_ns, int phase) const {
+    const Watch watch{a.watch.failed, a.watch.trouble, limit_ns};
+#pragma unroll 1
+    for (int rank = 0; rank < K3_RANKS; ++rank)
+      for (Spin spin; rank_seen(&a.counts->met_by[rank]) < meeting;) spin.turn(watch, kWaitRank, phase, rank);
+  }
+  // One thread, behind all of its block: who is the last of its rank waits for the others.
+  K3_DEVICE void leave() const {
+    const u64 before = ended_counted(&a.counts->ended), launch = before / rank_blocks();
+    if (before + 1 != (launch + 1) * rank_blocks()) return;
+#pragma unroll 1
+    for (int rank = 0; rank < K3_RANKS; ++rank) raise_to(&peer(rank).counts->met_by[a.rank], 2 * launch + 2);
+    meet(2 * launch + 2, a.watch.limit_ns, a.phases - 1);
+  }
 
   K3_DEVICE void produce() {
     LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
@@ -107,8 +134,8 @@ struct LaunchBlock {
 
   // Three places in the program: whose input this block has read next, what is cleared next, what is clean next.
   K3_DEVICE void tidy() {
-    const u64 before = ended_seen(&a.counts->ended) / gridDim.x * a.clearings;   // by launches: nobody ends before this block has counted
-    Janitor janitor{a.counts, before, before, before};
+    const u64 before = launches() * a.clearings;   // nobody ends before this block has counted
+    Janitor janitor{a.counts, (const LaunchPeer*)(smem + S::kPeersAt), a.rank, before, before, before};
     struct Place {   // what it comes to is here: consumers have read it, or it has just been brought
       const typename S::Pages& pages;
       u32 at = S::Pages::kFirst;
@@ -150,7 +177,7 @@ struct LaunchBlock {
         spin.turn(a.watch, cleaned.phase < cleared.phase ? kWaitCleaned : cleared.phase < heard.phase ? kWaitHeard : kWaitReceived,
                   min_of(cleaned.phase, min_of(cleared.phase, heard.phase)), 0);
     }
-    if (lane_id() == 0) ended_up(&a.counts->ended);
+    if (!kRanksAway && lane_id() == 0) ended_up(&a.counts->ended);
   }
 
   // Whether nobody reads a page any more: neither the janitor, whose last place is `last`, nor consumers or the producer.
@@ -182,7 +209,7 @@ struct LaunchBlock {
 
   // The last time of those who are `mine`.
   K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
-    if (a.stamps && mine) atomicMax(a.stamps + (size_t(blockIdx.x) * a.phases + phase) * kStamps + which, device_ns());
+    if (a.stamps && mine) atomicMax(a.stamps + (size_t(rank_block()) * a.phases + phase) * kStamps + which, device_ns());
   }
 
   // ---- what kinds of phases are made of ----
@@ -226,6 +253,8 @@ struct LaunchBlock {
   K3_DEVICE void finished(int phase) const {
     if (me.thread() == 0) state.received = phase + 1;
   }
+  // Where a rank has row `row` of what a phase makes.
+  K3_DEVICE uint4* made(const ProgramPhase& p, int rank, int row) const { return peer(rank).exchange + size_t(p.out()) * a.slot_vectors + row * link(p).row; }
   // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
   template <int kLanes = 8>
   K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0) const {
@@ -233,6 +262,13 @@ struct LaunchBlock {
     const LaunchField& f = to.out[field];
     if (column >= f.width) return;
     if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
+    if constexpr (K3_RANKS > 1) {   // all ranks', in the place of this one; or one rank's: this one's, or that whose part it is
+      const int share = f.copies ? f.width : f.width / K3_RANKS, place = (f.copies == 1 ? 0 : a.rank * share) + column % share, of = f.copies ? a.rank : column / share;
+#pragma unroll 1
+      for (int i = lane; i < max_of(int(f.copies), 1); i += kLanes)
+        if (place < f.limit) store_exchange(made(p, f.copies > 1 ? i : of, row) + f.at + place, v);
+      return;
+    }
     uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;
 #pragma unroll 1
     for (int copy = lane; copy < f.copies; copy += kLanes) {
@@ -315,6 +351,10 @@ K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   if (Me().warp < kConsumers) launch_consume<S>(a, smem);
   else if (Me().warp == kJanitor) LaunchBlock<S>(smem + unknown_zero()).tidy();   // found anew: not kept from the start
   else LaunchBlock<S>(smem + unknown_zero()).produce();
+  if constexpr (kRanksAway) {
+    __syncthreads();
+    if (Me().thread() == 0) LaunchBlock<S>(smem).leave();
+  }
   if constexpr (S::kCluster > 1) {
     __syncwarp();
     cluster_arrive(), cluster_wait();   // nobody sends to a block that has ended

@@ -6,7 +6,8 @@ constexpr u32 kNoSlot = 15;
 constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2, kHeadWords = 3;   // words of a phase before its units
 
 // In 16-byte vectors. A field begins at vector `at` of a row of its slot; of the `width` vectors that are made `copies` are written behind one
-// another, as far as `limit` reaches. own: where it begins in a row of the record.
+// another, as far as `limit` reaches. Where there are several ranks each writes its own to `copies` of them: to all, in its place, or to itself, or, of 0,
+// to each its own part. own: where it begins in a row of the record.
 struct LaunchField { u16 at, width, limit, copies, own; };
 // A field that a phase reads: where it begins in a row, from row to row, how long it is.
 struct LaunchInput { u16 at, row, vectors; };

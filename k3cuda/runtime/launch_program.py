@@ -24,7 +24,7 @@ LOOPBACK = "loopback"                # Backend.ranks of one rank alone, which st
 TOO_MANY_ROWS = f"more rows than the {MAX_TOKENS} of one launch"
 # What `LaunchWait` of launch_ring.cuh counts, in words behind "waited for".
 WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose", "sums of its own block", "a page of its program")
+         "its own block to choose", "sums of its own block", "a page of its program", "another rank")
 
 
 def misfit(plan: Plan, ranks: str, probes: Probes = NO_PROBES) -> str | None:

@@ -89,8 +89,8 @@ class LaunchArgs(ctypes.Structure):
 
     _fields_ = [*_fields(ctypes.c_void_p, "weights programs row_slot logit_rows input exchange result record stamps counts peers failed trouble"),
                 *_fields(ctypes.c_uint64, "limit_ns meet_ns"),
-                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window first_window prefetch rank"),
-                *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS)]
+                *_fields(ctypes.c_int, "phases clearings words rows block_rows slot_vectors record_vectors window first_window prefetch"),
+                *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS), ("rank", ctypes.c_int)]
 
 
 def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = LIMIT_NS, meet_ns: int = 0, rank: int = 0,

@@ -47,7 +47,8 @@ struct LaunchArgs {
   Watch watch;
   u64 meet_ns;             // that ranks in launches of their own wait for one another when they begin, at most
   // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
-  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window, prefetch, rank;
+  int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window, prefetch;
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
+  int rank;                // this one's number, where there are several
 };

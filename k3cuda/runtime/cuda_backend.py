@@ -123,7 +123,7 @@ class CudaBackend(StepGraphs):
         self._io = StepIO(self.memories, self.device.arch, self.stream, draft_ids)
         self._check = RowCheck(self.num_slots, self.max_model_len, self.max_rows)
         if self.name == LATENCY_SPECIALIZED:
-            self.step_launches = StepLaunches(self.plan, self.memories[0], self.device, self._raw_stream, self.kv_cache_dtype, self.ranks, self.probes, self._loading)
+            self.step_launches = StepLaunches(self.plan, self.memories, self.device, self._raw_stream, self.kv_cache_dtype, self.ranks, self.probes, self._loading)
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
 
     @explained()

@@ -20,7 +20,7 @@ from ..plan import Plan
 from .cuda_driver import Device, Launch, Module, check, driver, explanations
 from .cuda_memory import RankMemory
 from .launch_pointers import Places, Pointers
-from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
+from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
 from .loading import Loading
 
 log = logging.getLogger("k3cuda")
@@ -41,7 +41,7 @@ def explained():
 
 @dataclass
 class _Built:
-    """A launch for steps of up to so many rows, and what it needs on the device as long as it may run."""
+    """A launch for steps of up to so many rows, of all ranks here, and what it needs on the device as long as it may run."""
 
     program: BlockProgram
     module: Module
@@ -73,14 +73,15 @@ class _Records:
 
 
 class StepLaunches:
-    """Launches of one rank's steps, one for each of BUCKETS, made when they are first asked for.
+    """Launches of steps, one for each of BUCKETS, made when they are first asked for. Ranks that share the GPU share a launch, as groups of its blocks.
 
     Args:
-        plan, memory, device, kv_cache_dtype, ranks, probes: of the backend. stream: raw handle. loading: counts the seconds of compiling.
+        plan, memories, device, kv_cache_dtype, ranks, probes: of the backend. stream: raw handle. loading: counts the seconds of compiling.
     """
 
-    def __init__(self, plan: Plan, memory: RankMemory, device: Device, stream: int, kv_cache_dtype: str, ranks: str, probes: Probes, loading: Loading):
-        self.plan, self.memory, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memory, device, stream, kv_cache_dtype, loading
+    def __init__(self, plan: Plan, memories: list[RankMemory], device: Device, stream: int, kv_cache_dtype: str, ranks: str, probes: Probes, loading: Loading):
+        self.plan, self.memories, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memories, device, stream, kv_cache_dtype, loading
+        self._ranks, self._are_here = 1 if ranks == LOOPBACK else plan.tp, len(memories) > 1
         self._misfit = misfit(plan, ranks, probes)
         if self._misfit:
             log.warning("no step runs in one launch: %s", self._misfit)
@@ -118,18 +119,20 @@ class StepLaunches:
         self._made, self._exchanges = {}, []
 
     def _build(self, bucket: int) -> _Built:
-        sms = self.device.sms // CLUSTER * CLUSTER
+        groups = len(self.memories)
+        of_rank = lambda blocks: blocks // (groups * CLUSTER) * CLUSTER
+        sms = of_rank(self.device.sms)
         while True:
-            program = launched(self.plan, bucket, sms, self.kv_cache_dtype)
+            program = launched(self.plan, bucket, sms, self.kv_cache_dtype, self._ranks)
             with self._loading.phase("compile"):
-                module = Module(compiled_launch(self.plan, program, self.device.arch).cubin)
+                module = Module(compiled_launch(self.plan, program, self.device.arch, ranks_here=self._are_here).cubin)
             threads, shared_bytes, cluster, _ = module.constants(f"{KERNEL}_launch", 4)
             function = module.function(KERNEL, shared_bytes)
-            fit = check(driver().cuOccupancyMaxActiveClusters(function, Launch(function, sms, threads, [], shared=shared_bytes, cluster=cluster).config)) * cluster
-            if fit >= sms:
+            fit = check(driver().cuOccupancyMaxActiveClusters(function, Launch(function, groups * sms, threads, [], shared=shared_bytes, cluster=cluster).config)) * cluster
+            if fit >= groups * sms:
                 break
             module.close()   # some multiprocessors have no neighbour: fewer blocks, all of them resident
-            sms = fit
+            sms = of_rank(fit)
         try:
             return self._bound(program, module, function, threads, shared_bytes, cluster)
         except (PlanError, MemoryError):   # MemoryError: CuPy's of a full GPU too
@@ -137,31 +140,47 @@ class StepLaunches:
             raise
 
     def _bound(self, program: BlockProgram, module: Module, function, threads: int, shared_bytes: int, cluster: int) -> _Built:
-        cfg, places = self.plan.cfg, self._places(module)
-        pointers = Pointers(program, places)
-        structures, words, counts = cupy.asarray(pointers.structures), cupy.asarray(program.words), cupy.zeros(ls.COUNT_BYTES, cupy.uint8)
-        table, exchange = cupy.asarray(pointers.table(structures.data.ptr)), self._exchange(program)
-        args = ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta),
-                            routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, weights=table.data.ptr, programs=words.data.ptr,
-                            row_slot=places.buffers["row_slot"], logit_rows=places.buffers["logit_rows"], result=places.buffers["logits"],
-                            exchange=exchange.data.ptr, counts=counts.data.ptr, trouble=self._records.words[program.rows].ctypes.data)
-        launch = Launch(function, program.grid.sms, threads, [args], shared=shared_bytes, stream=self.stream, cluster=cluster, cooperative=True)
+        scale, words, exchanges = self._scale(module), cupy.asarray(program.words), self._exchange(program)
+        counts, ranks = cupy.zeros((len(self.memories), ls.COUNT_BYTES), cupy.uint8), [self._rank(memory, scale, program) for memory in self.memories]
+        peers = (ls.LaunchPeer * len(ranks))(*(ls.LaunchPeer(exchange.data.ptr, rank.buffers["logits"], count.data.ptr)
+                                               for exchange, count, (rank, *_) in zip(exchanges, counts, ranks)))
+        on_device = cupy.asarray(np.frombuffer(peers, np.uint8))
+        args = (ls.LaunchArgs * len(ranks))()
+        for rank, (places, _, table) in enumerate(ranks):
+            args[rank] = self._arguments(program, rank, peers[rank], peers=on_device.data.ptr if self._are_here else 0, weights=table.data.ptr, programs=words.data.ptr,
+                                         row_slot=places.buffers["row_slot"], logit_rows=places.buffers["logit_rows"])
+            args[rank].failed = args[0].failed   # the first of all that fail writes the record
+        given = cupy.asarray(np.frombuffer(args, np.uint8))
+        argument = ctypes.c_void_p(given.data.ptr) if self._are_here else args[0]
+        launch = Launch(function, len(ranks) * program.grid.sms, threads, [argument], shared=shared_bytes, stream=self.stream, cluster=cluster, cooperative=True)
         cupy.cuda.get_current_stream().synchronize()   # which has written all of it; the backend's does not wait for that one
-        return _Built(program, module, launch, (structures, words, counts, table, exchange))
+        return _Built(program, module, launch, (ranks, words, counts, exchanges, on_device, given))
 
-    def _places(self, module: Module) -> Places:
+    def _arguments(self, program: BlockProgram, rank: int, own: ls.LaunchPeer, **addresses: int) -> ls.LaunchArgs:
+        cfg = self.plan.cfg
+        return ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, rank=rank, situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta),
+                            routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, exchange=own.exchange, result=own.result,
+                            counts=own.counts, trouble=self._records.words[program.rows].ctypes.data, **addresses)
+
+    def _rank(self, m: RankMemory, scale: float, program: BlockProgram) -> tuple[Places, cupy.ndarray, cupy.ndarray]:
+        """Of one rank where its memory has everything, the structures that phases point to, and the table of what they do."""
+        places = Places(self.plan, m.tables, self.kv_cache_dtype, {name: m.buffer(name).data.ptr for name in m.tables.buffers},
+                        {key: tuple(array.data.ptr for array in arrays) for key, arrays in m.weights.items()},
+                        0 if m.mla_work is None else m.mla_work.data.ptr, 0 if m.mla_map is None else m.mla_map.data.ptr, m.mla_partials, scale)
+        pointers = Pointers(program, places)
+        structures = cupy.asarray(pointers.structures)
+        return places, structures, cupy.asarray(pointers.table(structures.data.ptr))
+
+    def _scale(self, module: Module) -> float:
         scale = cupy.zeros(1, np.float32)
         cupy.cuda.get_current_stream().synchronize()
         Launch(module.function(SCALE), 1, 1, [ctypes.c_void_p(scale.data.ptr)], stream=self.stream).launch()
         check(driver().cuStreamSynchronize(self.stream))
-        m = self.memory
-        return Places(self.plan, m.tables, self.kv_cache_dtype, {name: m.buffer(name).data.ptr for name in m.tables.buffers},
-                      {key: tuple(array.data.ptr for array in arrays) for key, arrays in m.weights.items()},
-                      0 if m.mla_work is None else m.mla_work.data.ptr, 0 if m.mla_map is None else m.mla_map.data.ptr, m.mla_partials, float(scale[0]))
+        return float(scale[0])
 
     def _exchange(self, p: BlockProgram) -> cupy.ndarray:
-        """Memory of the exchange, one for all launches that it is large enough for: each leaves it as the next must find it."""
+        """[ranks here, words]: memory of the exchange, one for all launches that it is large enough for: each leaves it as the next must find it."""
         need = p.slots * p.slot_vectors * VECTOR_BYTES // 4
-        if not self._exchanges or self._exchanges[-1].size < need:
-            self._exchanges.append(cupy.full(need // p.rows * BUCKETS[-1], NOT_THERE, cupy.uint32))
+        if not self._exchanges or self._exchanges[-1].shape[1] < need:
+            self._exchanges.append(cupy.full((len(self.memories), need // p.rows * BUCKETS[-1]), NOT_THERE, cupy.uint32))
         return self._exchanges[-1]

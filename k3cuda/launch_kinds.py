@@ -237,7 +237,7 @@ class Kda(Kind):
 
 def _out(firsts: tuple[int, ...], fields: tuple[Field, ...]) -> str:
     """Where a product's tiles go."""
-    segments = (f"LaunchSegment<{first}, {str(made.dtype == 'f32').lower()}>" for first, made in zip(firsts, fields, strict=True))
+    segments = (f"LaunchSegment<{first}, {str(made.dtype == 'f32').lower()}{', true' if made.scattered else ''}>" for first, made in zip(firsts, fields, strict=True))
     return f"LaunchOut<{', '.join(segments)}>"
 
 

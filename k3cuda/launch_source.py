@@ -93,6 +93,16 @@ class LaunchArgs(ctypes.Structure):
                 *_fields(ctypes.c_float, "situ_beta situ_linear_beta routed_scale norm_eps"), ("links", LaunchLink * MAX_KINDS), ("rank", ctypes.c_int)]
 
 
+def _placed(field: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
+    """LaunchField of a rank: where its own part of the rows lies, in those of all others too."""
+    at, width, limit, copies, own = field
+    if ranks == 1 or copies == 1:
+        return field
+    if not copies:
+        return at + rank * (width // ranks), width, limit, copies, own
+    return at + rank * width, max(0, min(width, limit - rank * width)), limit, copies, own
+
+
 def arguments(program: BlockProgram, *, window: int, first_window: int | None = None, prefetch: int = 0, limit_ns: int = LIMIT_NS, meet_ns: int = 0, rank: int = 0,
               situ: tuple[float, float] = (1.0, 1.0), routed_scale: float = 1.0, norm_eps: float = 0.0, block_rows: int = 0, **addresses: int) -> LaunchArgs:
     """The kernel's argument.
@@ -114,5 +124,5 @@ def arguments(program: BlockProgram, *, window: int, first_window: int | None = 
                       first_window=window if first_window is None else first_window, prefetch=prefetch, situ_beta=situ[0],
                       situ_linear_beta=situ[1], routed_scale=routed_scale, norm_eps=norm_eps, failed=addresses["counts"] + FAILED_AT, **addresses)
     for i, link in enumerate(program.links):
-        args.links[i] = LaunchLink(tuple(link.inputs), tuple(link.fields), link.row, link.record_row, link.vectors)
+        args.links[i] = LaunchLink(tuple(link.inputs), tuple(_placed(f, rank, program.ranks) for f in link.fields), link.row, link.record_row, link.vectors)
     return args

@@ -60,7 +60,8 @@ struct LaunchBlock {
   K3_DEVICE void begin(const LaunchArgs& args) {   // which thread this is is asked for again and again: else it is kept for all of the launch
     for (int i = Me().thread(); i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
     __syncthreads();
-    for (int i = Me().thread(); i < S::kPeerBytes / 16; i += kLaunchThreads) ((uint4*)(smem + S::kPeersAt))[i] = ((const uint4*)a.peers)[i];
+    if constexpr (K3_RANKS > 1)
+      if (const int i = Me().thread(); i < K3_RANKS) ((LaunchPeer*)(smem + S::kPeersAt))[i] = a.peers[(a.rank + i) % K3_RANKS];
     pages.begin(own_words(), a.words);
     if (const int row = Me().thread(); row < S::kTokens) {
       int place = a.logit_rows ? -1 : row;
@@ -93,7 +94,21 @@ struct LaunchBlock {
   K3_DEVICE const u32* own_words() const { return a.programs + size_t(rank_block()) * a.words; }
 
   // ---- ranks ----
-  K3_DEVICE const LaunchPeer& peer(int rank) const { return ((const LaunchPeer*)(smem + S::kPeersAt))[rank]; }
+  // Number `i` of the ranks from this one on: each begins with itself, and then with another neighbour.
+  K3_DEVICE const LaunchPeer& peer(int i) const { return ((const LaunchPeer*)(smem + S::kPeersAt))[i]; }
+  // Where it has row `row` of what a phase makes.
+  K3_DEVICE uint4* made(const ProgramPhase& p, int i, int row) const { return peer(i).exchange + size_t(p.out()) * a.slot_vectors + row * link(p).row; }
+  // As publish, by one thread: of a row that has a part for each rank.
+  K3_DEVICE void scatter(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int field) const {
+    const LaunchField& f = link(p).out[field];
+    if (column >= f.width) return;
+    keep(p, phase, row, f.own + column, v);
+    const int part = f.width / K3_RANKS;
+    store_exchange(made(p, (column / part + K3_RANKS - a.rank) % K3_RANKS, row) + f.at + column % part, v);
+  }
+  K3_DEVICE void keep(const ProgramPhase& p, int phase, int row, int at, const uint4& v) const {
+    if (a.record) a.record[size_t(phase) * a.record_vectors + row * link(p).record_row + at] = v;
+  }
   // Launches that have ended, until a block of this one does.
   K3_DEVICE u64 launches() const { return ended_seen(&a.counts->ended) / rank_blocks(); }
   // One thread: until all ranks have come to a meeting.
@@ -253,8 +268,6 @@ struct LaunchBlock {
   K3_DEVICE void finished(int phase) const {
     if (me.thread() == 0) state.received = phase + 1;
   }
-  // Where a rank has row `row` of what a phase makes.
-  K3_DEVICE uint4* made(const ProgramPhase& p, int rank, int row) const { return peer(rank).exchange + size_t(p.out()) * a.slot_vectors + row * link(p).row; }
   // Vector `column` of a field of result row `row`, which kLanes lanes hold. Rows of a tile's padding end here.
   template <int kLanes = 8>
   K3_DEVICE void publish(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int lane, int field = 0) const {
@@ -262,11 +275,9 @@ struct LaunchBlock {
     const LaunchField& f = to.out[field];
     if (column >= f.width) return;
     if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
-    if constexpr (K3_RANKS > 1) {   // all ranks', in the place of this one; or one rank's: this one's, or that whose part it is
-      const int share = f.copies ? f.width : f.width / K3_RANKS, place = (f.copies == 1 ? 0 : a.rank * share) + column % share, of = f.copies ? a.rank : column / share;
+    if constexpr (K3_RANKS > 1) {
 #pragma unroll 1
-      for (int i = lane; i < max_of(int(f.copies), 1); i += kLanes)
-        if (place < f.limit) store_exchange(made(p, f.copies > 1 ? i : of, row) + f.at + place, v);
+      for (int i = lane; i < f.copies; i += kLanes) store_exchange(made(p, i, row) + f.at + column, v);
       return;
     }
     uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;

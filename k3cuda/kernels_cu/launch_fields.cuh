@@ -6,8 +6,8 @@ constexpr u32 kNoSlot = 15;
 constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2, kHeadWords = 3;   // words of a phase before its units
 
 // In 16-byte vectors. A field begins at vector `at` of a row of its slot; of the `width` vectors that are made `copies` are written behind one
-// another, as far as `limit` reaches. Where there are several ranks each writes its own to `copies` of them: to all, in its place, or to itself, or, of 0,
-// to each its own part. own: where it begins in a row of the record.
+// another, as far as `limit` reaches. Where there are several ranks, `at` is this
+// one's place in the rows of `copies` of them, itself first. own: where it begins in a row of the record.
 struct LaunchField { u16 at, width, limit, copies, own; };
 // A field that a phase reads: where it begins in a row, from row to row, how long it is.
 struct LaunchInput { u16 at, row, vectors; };
@@ -59,8 +59,9 @@ struct WarpTeam {
 };
 
 // From tile kFirst_ on, rows of a product are the next field, of F32 values or BF16.
-template <int kFirst_, bool kF32_>
-struct LaunchSegment { static constexpr int kFirst = kFirst_; static constexpr bool kF32 = kF32_; };
+// kScattered_: each rank gets a part of a row.
+template <int kFirst_, bool kF32_, bool kScattered_ = false>
+struct LaunchSegment { static constexpr int kFirst = kFirst_; static constexpr bool kF32 = kF32_, kScattered = kScattered_; };
 
 // put: eight lanes have the rows of half `half` of a tile, one each, of result row `row`. All lanes of the warp.
 template <class Segment, class... More>
@@ -75,7 +76,9 @@ struct LaunchOut {
       }
     if constexpr (kF32) {
       const uint4 vector = pack_floats(v, block.me.lane);
-      if (live) block.template publish<4>(p, phase, row, (tile - kFirst) * 4 + half * 2 + lane / 4, vector, lane % 4, kField);
+      if constexpr (Segment::kScattered && K3_RANKS > 1) {
+        if (live && lane % 4 == 0) block.scatter(p, phase, row, (tile - kFirst) * 4 + half * 2 + lane / 4, vector, kField);
+      } else if (live) block.template publish<4>(p, phase, row, (tile - kFirst) * 4 + half * 2 + lane / 4, vector, lane % 4, kField);
     } else {
       const uint4 vector = pack_vector(v, block.me.lane);
       if (live) block.publish(p, phase, row, (tile - kFirst) * 2 + half, vector, lane, kField);

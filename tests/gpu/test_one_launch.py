@@ -113,15 +113,6 @@ def test_steps_that_overlap(pair):
     assert pair[0].counts.steps == {LATENCY_SPECIALIZED: 20}
 
 
-def test_virtual_ranks_run_stage_by_stage(small):
-    be = Cuda(small, TP, specialized=True, max_batch=1)
-    open_slot(be, 0)
-    be.step(step_rows((0, 0, [1])))
-    be.logits()
-    assert be.counts.steps == {STANDARD: 1} and sum(be.counts.reasons.values()) == 1
-    be.close()
-
-
 def test_a_model_that_its_phases_cannot_do_answers_stage_by_stage():
     answers = []
     for name in (STANDARD, LATENCY_SPECIALIZED):

@@ -86,13 +86,13 @@ def test_reasons_of_row_counts_are_found_once(monkeypatch):
             raise PlanError("sizes that no phase has")
         if bucket == 4:
             raise CompileError("no room", "look")
-        return SimpleNamespace(launch=bucket, program=None, module=SimpleNamespace(close=lambda: None))
+        return SimpleNamespace(launches=[bucket], program=None, module=SimpleNamespace(close=lambda: None))
 
     found = launches(monkeypatch, build)
     want = {1: None, 2: "sizes that no phase has", 4: "no room", 8: None}
     for _ in range(2):
         assert {b: found.declines(b) for b in ROW_BUCKETS} == {b: want.get(b, TOO_MANY_ROWS) for b in ROW_BUCKETS}
-    assert asked == list(BUCKETS) and found.launch(8) == 8
+    assert asked == list(BUCKETS) and found.launches(8) == [8]
     found.close()
     assert found.failure not in cuda_driver.explanations
     apart = launches(monkeypatch, build, ranks=NCCL)
@@ -159,7 +159,7 @@ def test_ranks_of_one_gpu_share_a_launch(on_host):
     found = cuda_launch.StepLaunches(plan, memories, Device(0, "a GPU", "sm_90a", 133, 227 << 10), 5, "bf16", VIRTUAL, NO_PROBES, Loading())
     try:
         assert found.declines(1) is None and [(p.grid.sms, p.ranks) for p in compiled] == [(66, 2), (64, 2)]
-        one = found.launch(1)
+        one, = found.launches(1)
         assert one.grid == 128
         args = (ls.LaunchArgs * 2).from_address(one.arguments[0].value)
         peers = (ls.LaunchPeer * 2).from_address(args[0].peers)
@@ -183,7 +183,7 @@ def test_what_a_launch_is_made_of(monkeypatch, on_host):
     found = cuda_launch.StepLaunches(plan, [rank], Device(0, "a GPU", "sm_90a", 133, 227 << 10), 5, "bf16", LOOPBACK, NO_PROBES, Loading())
     try:
         assert found.declines(2) is None and [p.grid.sms for p in compiled] == [132, 128]
-        one = found.launch(2)
+        one, = found.launches(2)
         assert (one.function, one.grid, one.cluster, one.cooperative, one.stream) == (KERNEL, 128, CLUSTER, True, 5)
         args, = one.arguments
         assert args.result == buffers["logits"].ctypes.data and args.row_slot == buffers["row_slot"].ctypes.data and args.input is None and args.rows == 2
@@ -191,7 +191,7 @@ def test_what_a_launch_is_made_of(monkeypatch, on_host):
         assert set(exchange) == {NOT_THERE} and not any((ctypes.c_uint8 * ls.COUNT_BYTES).from_address(args.counts))
         table = (ctypes.c_uint64 * args.phases).from_address(args.weights)
         assert table[args.phases - 1] == rank.weights[None, "lm_head"][0].ctypes.data
-        assert found.declines(8) is None and found.launch(8).arguments[0].exchange == args.exchange and found.launch(8).arguments[0].counts != args.counts
+        assert found.declines(8) is None and found.launches(8)[0].arguments[0].exchange == args.exchange and found.launches(8)[0].arguments[0].counts != args.counts
 
         def full(*_):
             raise PlanError("the plan has not that")

@@ -10,6 +10,7 @@
 #include "launch_mla.cuh"
 #include "launch_normed.cuh"
 #include "launch_program.cuh"
+#include "launch_ranks.cuh"
 #include "launch_step.cuh"
 
 //   kTokens_   rows of a launch at most, up to one token tile
@@ -43,9 +44,8 @@ struct LaunchShape {
 
 // All that it knows lies in shared memory.
 template <class S>
-struct LaunchBlock {
-  const LaunchArgs& a;
-  u8* smem;
+struct LaunchBlock : LaunchRanks<S> {
+  using LaunchRanks<S>::a, LaunchRanks<S>::smem;
   typename S::Ring ring;
   LaunchState& state;
   typename S::Pages pages;
@@ -55,13 +55,12 @@ struct LaunchBlock {
 
   typedef S Shape;
   K3_DEVICE LaunchBlock(u8* memory)
-      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{memory}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
+      : LaunchRanks<S>{*(const LaunchArgs*)(memory + S::kArgsAt), memory}, ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{memory}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
 
   K3_DEVICE void begin(const LaunchArgs& args) {   // which thread this is is asked for again and again: else it is kept for all of the launch
     for (int i = Me().thread(); i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
     __syncthreads();
-    if constexpr (K3_RANKS > 1)
-      if (const int i = Me().thread(); i < K3_RANKS) ((LaunchPeer*)(smem + S::kPeersAt))[i] = a.peers[(a.rank + i) % K3_RANKS];
+    this->find_peers();
     pages.begin(own_words(), a.words);
     if (const int row = Me().thread(); row < S::kTokens) {
       int place = a.logit_rows ? -1 : row;
@@ -83,49 +82,11 @@ struct LaunchBlock {
       state.received = state.cleaned = state.chosen = 0, state.produced = S::Pages::kFirst;
     }
     __syncthreads();
-    if constexpr (kRanksAway) {
-      if (rank_block() == 0 && Me().thread() < K3_RANKS) raise_to(&peer(Me().thread()).counts->met_by[a.rank], 2 * launches() + 1);
-      if (Me().thread() == 0) meet(2 * launches() + 1, a.meet_ns, 0);
-      __syncthreads();
-    }
+    this->enter();
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
   }
 
   K3_DEVICE const u32* own_words() const { return a.programs + size_t(rank_block()) * a.words; }
-
-  // ---- ranks ----
-  // Number `i` of the ranks from this one on: each begins with itself, and then with another neighbour.
-  K3_DEVICE const LaunchPeer& peer(int i) const { return ((const LaunchPeer*)(smem + S::kPeersAt))[i]; }
-  // Where it has row `row` of what a phase makes.
-  K3_DEVICE uint4* made(const ProgramPhase& p, int i, int row) const { return peer(i).exchange + size_t(p.out()) * a.slot_vectors + row * link(p).row; }
-  // As publish, by one thread: of a row that has a part for each rank.
-  K3_DEVICE void scatter(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int field) const {
-    const LaunchField& f = link(p).out[field];
-    if (column >= f.width) return;
-    keep(p, phase, row, f.own + column, v);
-    const int part = f.width / K3_RANKS;
-    store_exchange(made(p, (column / part + K3_RANKS - a.rank) % K3_RANKS, row) + f.at + column % part, v);
-  }
-  K3_DEVICE void keep(const ProgramPhase& p, int phase, int row, int at, const uint4& v) const {
-    if (a.record) a.record[size_t(phase) * a.record_vectors + row * link(p).record_row + at] = v;
-  }
-  // Launches that have ended, until a block of this one does.
-  K3_DEVICE u64 launches() const { return ended_seen(&a.counts->ended) / rank_blocks(); }
-  // One thread: until all ranks have come to a meeting.
-  K3_DEVICE void meet(u64 meeting, u64 limit_ns, int phase) const {
-    const Watch watch{a.watch.failed, a.watch.trouble, limit_ns};
-#pragma unroll 1
-    for (int rank = 0; rank < K3_RANKS; ++rank)
-      for (Spin spin; rank_seen(&a.counts->met_by[rank]) < meeting;) spin.turn(watch, kWaitRank, phase, rank);
-  }
-  // One thread, behind all of its block: who is the last of its rank waits for the others.
-  K3_DEVICE void leave() const {
-    const u64 before = ended_counted(&a.counts->ended), launch = before / rank_blocks();
-    if (before + 1 != (launch + 1) * rank_blocks()) return;
-#pragma unroll 1
-    for (int rank = 0; rank < K3_RANKS; ++rank) raise_to(&peer(rank).counts->met_by[a.rank], 2 * launch + 2);
-    meet(2 * launch + 2, a.watch.limit_ns, a.phases - 1);
-  }
 
   K3_DEVICE void produce() {
     LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(a.window), a.prefetch};
@@ -149,7 +110,7 @@ struct LaunchBlock {
 
   // Three places in the program: whose input this block has read next, what is cleared next, what is clean next.
   K3_DEVICE void tidy() {
-    const u64 before = launches() * a.clearings;   // nobody ends before this block has counted
+    const u64 before = this->launches() * a.clearings;   // nobody ends before this block has counted
     Janitor janitor{a.counts, (const LaunchPeer*)(smem + S::kPeersAt), a.rank, before, before, before};
     struct Place {   // what it comes to is here: consumers have read it, or it has just been brought
       const typename S::Pages& pages;
@@ -277,7 +238,7 @@ struct LaunchBlock {
     if (a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
     if constexpr (K3_RANKS > 1) {
 #pragma unroll 1
-      for (int i = lane; i < f.copies; i += kLanes) store_exchange(made(p, i, row) + f.at + column, v);
+      for (int i = lane; i < f.copies; i += kLanes) store_exchange(this->made(p, i, row) + f.at + column, v);
       return;
     }
     uint4* slot = (p.out() == kNoSlot ? a.result : a.exchange + size_t(p.out()) * a.slot_vectors) + row * to.row + f.at;
@@ -362,10 +323,7 @@ K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   if (Me().warp < kConsumers) launch_consume<S>(a, smem);
   else if (Me().warp == kJanitor) LaunchBlock<S>(smem + unknown_zero()).tidy();   // found anew: not kept from the start
   else LaunchBlock<S>(smem + unknown_zero()).produce();
-  if constexpr (kRanksAway) {
-    __syncthreads();
-    if (Me().thread() == 0) LaunchBlock<S>(smem).leave();
-  }
+  if constexpr (kRanksAway) LaunchBlock<S>(smem).leave();
   if constexpr (S::kCluster > 1) {
     __syncwarp();
     cluster_arrive(), cluster_wait();   // nobody sends to a block that has ended

@@ -127,7 +127,7 @@ def test_many_steps(pair, rows):
     launch = lambda name, grid, threads, *values: Launch(module.function(name), grid, threads, values, stream=be._raw_stream)
     launches = []
     for i in range(INPUTS):
-        launches += [launch("take_tokens", ranks, 32, at(given[i]), at(places["token_ids"]), ctypes.c_int(rows)), be.step_launches.launch(rows),
+        launches += [launch("take_tokens", ranks, 32, at(given[i]), at(places["token_ids"]), ctypes.c_int(rows)), *be.step_launches.launches(rows),
                      launch("count_wrong", (8, ranks), 256, at(places["logits"]), at(want[i]), ctypes.c_int(rows * vocab), at(wrong))]
     cp.cuda.get_current_stream().synchronize()
     with be.stream:

@@ -5,6 +5,8 @@ On as many GPUs as there are ranks; where they are fewer the ranks take turns wi
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,13 +16,18 @@ pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cu
 
 from command import ENVIRONMENT, ROOT  # noqa: E402
 
+from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.runtime.cuda_driver import open_device  # noqa: E402
+from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
+from k3cuda.runtime.launch_program import CLUSTER, compiled_launch, launched  # noqa: E402
 from k3cuda.runtime.machine import LATENCY_SPECIALIZED, STANDARD, probe_driver  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 from k3cuda.runtime.write_checkpoint import write_checkpoint  # noqa: E402
 
-TP, PROMPTS, TOKENS = 2, [[5, 80, 200, 17], [7] * 4], 12
-# Steps of so many rows, of which so many stand; then texts. `lost`: rank 1 leaves out a unit.
+TP, PROMPTS, TOKENS = 2, [[5, 80, 200, 17] * 2, [7] * 8], 12
+BUCKETS = {1: True, 8: True, 16: False}   # of the steps below, and which of them are launches
+# Steps of so many rows, of which so many stand; then texts. `lost`: rank 0, which this is, leaves out a unit.
 SCRIPT = """
 import json, sys, time
 import numpy as np
@@ -35,7 +42,7 @@ if lost:
     bound = cuda_launch.StepLaunches._bound
 
     def lacking_words(self, program, *more):
-        if self._others.rank == 1:
+        if self._others.rank == 0:
             phase = next(i for i, at in enumerate(program.places(1)) if i > 10 and program.words[1, at] >> 16 and isinstance(program.kinds[program.weights[i][0]], Product))
             program = replace(program, words=left_out(program, 1, phase))
         return bound(self, program, *more)
@@ -43,9 +50,9 @@ if lost:
     cuda_launch.StepLaunches._bound = lacking_words   # behind what the ranks have compared
 how = {"ranks": "processes", "collectives": "peer"} if tp > 1 else {"ranks": "virtual"}
 ids = np.random.default_rng(1).integers(0, 300, 200).astype(np.int32)
-with LLM(model, tp=tp, **how, decode_backend=backend, max_model_len=256, max_batch=2) as llm:
+with LLM(model, tp=tp, **how, decode_backend=backend, max_model_len=256, max_batch=1) as llm:
     be, found, at = llm.backend, [], 0
-    be.open_slot(0, range(be.num_pages // 2))
+    be.open_slot(0, range(be.num_pages))
     for rows, stand in ((1, 1), (1, 1), (8, 3), (12, 12), (8, 8), (1, 0), (7, 5), (1, 1)):
         start = time.monotonic()
         be.step(StepRows(ids[at:at + rows], np.zeros(rows, np.int32), np.arange(at, at + rows, dtype=np.int32), np.arange(rows, dtype=np.int32)))
@@ -69,11 +76,17 @@ def run(model, out, tp, backend, lost=False):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model of which each of two ranks has one leaf of w2."""
+    """A model of which each of two ranks has one leaf of w2; all kernels are compiled side by side, else every rank would compile them for itself."""
     path = tmp_path_factory.mktemp("ranks") / "model"
     cfg = made_config(head_dim=128, v_head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, kv_lora_rank=512, q_lora_rank=256, hidden_size=256, num_experts=64,
                       routed_expert_hidden_size=512, moe_intermediate_size=32 * TP)
     write_checkpoint(MadeCheckpoint(cfg, seed=3), path)
+    device, ranks, one = open_device(), build_plan(cfg, TP), build_plan(cfg, 1)
+    jobs = [partial(compiled_launch, ranks, launched(ranks, rows, device.sms // CLUSTER * CLUSTER, "bf16", TP), device.arch) for rows, single in BUCKETS.items() if single]
+    jobs += [partial(compile_bucket, plan, rows, "bf16", device.arch, sms=device.sms, ride=ride) for plan, ride in ((ranks, False), (one, True)) for rows in BUCKETS]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for job in [pool.submit(job) for job in jobs]:
+            job.result()
     return path
 
 

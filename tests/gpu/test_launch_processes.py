@@ -71,7 +71,7 @@ def run(model, out, tp, backend, lost=False):
     share = {"K3CUDA_SHARE_GPU": "1"} if len(probe_driver().gpus) < tp else {}
     words = json.dumps([str(model), str(out), tp, backend, PROMPTS, TOKENS, lost])
     env = ENVIRONMENT | share | {"NCCL_NVLS_ENABLE": "0", "PYTHONPATH": f"{ROOT}:{ROOT}/tests/gpu"}
-    return subprocess.run([sys.executable, "-c", SCRIPT, words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", SCRIPT, words], env=env, cwd=ROOT, capture_output=True, text=True, timeout=70)
 
 
 @pytest.fixture(scope="module")

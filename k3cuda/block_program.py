@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .errors import PlanError
-from .launch_kinds import MAX_TOKENS, VECTOR_BYTES, Kind, Route, linked
+from .launch_kinds import MAX_TOKENS, VECTOR_BYTES, Field, Kind, Route, linked
 from .phases import Grid, Phase, Wait
 from .schedule import Schedule, check, deal
 
@@ -43,7 +43,8 @@ class Link:
 @dataclass(frozen=True)
 class BlockProgram:
     """`words` [blocks, n]: pages of `page` words. `steps`: the phases. `sources`: for each of them which phases it reads, None the launch's input. `weights`: for each phase which
-    (kind, layer) it multiplies by. `slots` of the exchange, each of `slot_vectors`. `most`: units that a block has of a kind, at most."""
+    (kind, layer) it multiplies by. `slots` of the exchange, each of `slot_vectors`. `most`: units that a block has of a kind, at most.
+    `ranks`: that exchange with one another, each by this program; 1: a rank that stands for all."""
 
     kinds: tuple[Kind, ...]
     links: tuple[Link, ...]
@@ -60,6 +61,7 @@ class BlockProgram:
     slots: int
     slot_vectors: int
     page: int
+    ranks: int = 1
 
     def places(self, block: int) -> list[int]:
         """Where in its words the phases of a block begin."""
@@ -105,7 +107,8 @@ def chain(kinds: tuple[Kind, ...], layers: int, rows: int, grid: Grid, top_k: in
     return program(kinds, tuple(Step(k.name, layer) for layer in range(layers) for k in kinds), rows, grid, top_k)
 
 
-def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: Grid, top_k: int = 0, slots: int = SLOTS, page: int = PAGE_WORDS) -> BlockProgram:
+def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: Grid, top_k: int = 0, slots: int = SLOTS, page: int = PAGE_WORDS,
+            ranks: int = 1) -> BlockProgram:
     """Phases of these steps, in order. A phase reads the latest makers of its fields; the one field that is read before any phase has made it is the
     launch's input, and what the last phase makes its result.
 
@@ -148,7 +151,7 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
     check(schedule)
     items = [rows * (top_k if k.of_items else 1) for k in kinds]
     row = [sum(f.nbytes for f in k.fields) // VECTOR_BYTES for k in kinds]
-    links = tuple(_link(k, maker, row, items[i] * row[i], top_k) for i, k in enumerate(kinds))
+    links = tuple(_link(k, maker, row, items[i] * row[i], top_k, ranks) for i, k in enumerate(kinds))
     made = tuple((number[step.name], step.layer) for step in steps)
     words, clearings = _words(schedule, made, sources, [step.extra for step in steps], slots, page)
     most = [1] * len(kinds)
@@ -157,7 +160,7 @@ def program(kinds: tuple[Kind, ...], steps: tuple[Step, ...], rows: int, grid: G
             most[made[at][0]] = max(most[made[at][0]], units)
     read = {made[w.phase][0] for phase in phases for w in phase.waits}   # kinds whose results lie in slots
     return BlockProgram(kinds, links, tuple(most), grid, rows, top_k, schedule, words, steps, tuple(sources), made, clearings, slots,
-                        max(items[i] * row[i] for i in read), page)
+                        max(items[i] * row[i] for i in read), page, ranks)
 
 
 def _readers_home(at: int, phases: list[Phase], grid: Grid) -> frozenset[int]:
@@ -172,7 +175,7 @@ def _layout(k: Kind, name: str) -> tuple:
     return sum(f.nbytes for f in k.fields[:at]), sum(f.nbytes for f in k.fields), k.fields[at].nbytes, k.fields[at].dtype
 
 
-def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Link:
+def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int, ranks: int) -> Link:
     vectors_of = lambda f: f.row // f.per
     inputs = []
     for name in k.reads:
@@ -181,13 +184,23 @@ def _link(k: Kind, maker: dict, row: list[int], vectors: int, top_k: int) -> Lin
         inputs.append((sum(vectors_of(f) for f in before[:before.index(found)]), row[source], vectors_of(found)))
     fields, at, own = [], 0, 0
     for f in k.fields:
-        fields.append((at, f.width // f.per, vectors_of(f), -(-f.row // f.width), own))
+        fields.append((at, f.width // f.per, vectors_of(f), _copies(f, ranks), own))
         at, own = at + vectors_of(f), own + f.width // f.per
     if isinstance(k, Route):
         own = 2 * top_k * 4 // VECTOR_BYTES   # ids and weights, in the record alone
     if max(at, own, *(n for numbers in (*inputs, *fields) for n in numbers)) > MOST_VECTORS:
         raise PlanError(f"{k.name} has rows of {at} vectors, wanted at most {MOST_VECTORS}")
     return Link(tuple(inputs), tuple(fields), at, own, vectors)
+
+
+def _copies(f: Field, ranks: int) -> int:
+    """LaunchField.copies."""
+    copies = -(-f.row // f.width)
+    if ranks == 1:
+        return copies
+    if copies not in (1, ranks) or f.width // f.per % (ranks if f.scattered else 1):
+        raise PlanError(f"{f.name} has rows of {f.width} values, {f.row} when read; {ranks} ranks cannot make them")
+    return 0 if f.scattered else copies
 
 
 def _words(schedule: Schedule, made, sources, extra: list[int], slots: int, page: int) -> tuple[np.ndarray, int]:

@@ -18,12 +18,14 @@ VECTOR = VECTOR_BYTES // BYTES["bf16"]   # BF16 values of it
 @dataclass(frozen=True)
 class Field:
     """Part of a phase's results: of every row `width` values are made, and written again until they are `row`, as what a rank gathers or stacks would
-    look like if it were all ranks."""
+    look like if it were all ranks. Where there are several, each writes its own once into the rows of all. `scattered`: each gives every other an equal part of
+    them, and the row is made of such parts."""
 
     name: str
     dtype: str
     width: int
     row: int
+    scattered: bool = False
 
     def __post_init__(self):
         if self.width % self.per or self.row % self.per:

@@ -58,7 +58,7 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
         replace(choice, reads=("router_logits",)),
         up,
         at(down, "expert_act", stacked("routed_parts", latent)),
-        product(cfg, tp, 1, "shared_down", reads=("shared_gate_up",), situ=True, beside=True, fields=(own("shared_partial", "f32", hidden),)),
+        product(cfg, tp, 1, "shared_down", reads=("shared_gate_up",), situ=True, beside=True, fields=(Field("shared_partial", "f32", hidden, hidden, scattered=True),)),
         *routed_norm,
         product(cfg, tp, cluster, "latent_up", **of(routed_norm, "shared_partial"), adds=tp, fields=(gathered(INPUT, "f32", hidden),)),
     )

@@ -83,13 +83,15 @@ class Head(Product):
         return "LaunchLogits"
 
 
-def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int, merged: bool | None = None, page: int = PAGE_WORDS, layers: int | None = None) -> BlockProgram:
+def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int, ranks: int = 1, merged: bool | None = None, page: int = PAGE_WORDS,
+                 layers: int | None = None) -> BlockProgram:
     """The program of a step of `rows` rows (a bucket: 1, 2, 4 or 8), all layers of the model.
 
     Args:
         grid: blocks and clusters of the device.
         cache: bytes of a value of the MLA cache, 1 (FP8) or 2 (BF16).
-        rank_parts: ranks whose parts a sum over ranks has. The launch runs one rank, which looped back stands for all: plan.tp.
+        rank_parts: ranks whose parts a sum over ranks has: plan.tp.
+        ranks: as many, where they exchange them; 1: the launch runs one rank, which looped back stands for all.
         merged: products norm for themselves what they read; None: where that is faster, up to MERGED_ROWS rows, and no draft model reads mixtures: nobody makes
             them whole then.
         page: words of a page of a block's program.
@@ -111,7 +113,7 @@ def step_program(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: i
     first, behind = kinds[:1], tuple(k for k in kinds if isinstance(k, Head) or isinstance(k, Mix) and k.stage == "attn_mix" and k is not kinds[1])
     steps = layer_steps(plan, kinds[1:-1], range(layers or cfg.num_hidden_layers), has, first, behind)
     used = {step.name for step in steps}
-    return program(tuple(k for k in kinds if k.name in used), steps, rows, grid, cfg.num_experts_per_token, slots=LAYER_SLOTS, page=page)
+    return program(tuple(k for k in kinds if k.name in used), steps, rows, grid, cfg.num_experts_per_token, slots=LAYER_SLOTS, page=page, ranks=ranks)
 
 
 def step_kinds(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int, merged: bool) -> tuple[Kind, ...]:

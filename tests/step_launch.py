@@ -1,5 +1,6 @@
 """A whole step in one launch under g++, over the memory of tests/host_step.py, by the pointers that a backend gives it."""
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from host_step import SLOTS, Memory
@@ -13,29 +14,46 @@ from k3cuda.runtime.launch_program import LOG2_E
 
 
 class StepLaunch:
-    """`program` (launch_step.step_program) as a library, for any Memory of the plan."""
+    """`program` (launch_step.step_program) as a library, for any Memory of the plan, or of all ranks of it. ranks_here: as of launch_source.constants.
+    defines: what stands before its source."""
 
-    def __init__(self, plan, program, folder, **shape):
+    def __init__(self, plan, program, folder, *, ranks_here: bool = False, defines: str = "", **shape):
         folder.mkdir()
-        self.plan, self.program = plan, program
-        self.library = host.build(ls.source(program, ring=40 * 1024, copy=4096, **shape), ["product_chain"], folder)
+        self.plan, self.program, self.ranks_here = plan, program, ranks_here
+        self.library = host.build(defines + ls.source(program, ring=40 * 1024, copy=4096, ranks_here=ranks_here, **shape), ["product_chain"], folder)
 
-    def run(self, memory: Memory, launches: int = 1) -> np.ndarray:
-        """The exchange behind the last of some launches over one memory."""
+    def run(self, *memories: Memory, launches: int = 1, limit_ns: int = 100_000_000_000) -> list[np.ndarray]:
+        """The exchange of each rank behind the last of some launches."""
         p, cfg = self.program, self.plan.cfg
-        pointers = Pointers(p, self.places(memory))
-        structures = pointers.structures.copy()
-        places = pointers.table(structures.ctypes.data)
-        exchange, counts, trouble = np.full((p.slots, p.slot_vectors * 4), NOT_THERE, np.uint32), np.zeros(ls.COUNT_BYTES // 4, np.uint32), np.zeros(8, np.uint32)
-        names = dict(weights=places, programs=p.words, exchange=exchange, counts=counts, trouble=trouble, result=memory.buffer("logits"),
-                     **{n: memory.buffer(n) for n in ("row_slot", "logit_rows")})
-        args = ls.arguments(p, window=4096, limit_ns=100_000_000_000, situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta),
-                            routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, **{n: a.ctypes.data for n, a in names.items()})
+        self.held, exchanges, peers, args = [], [], (ls.LaunchPeer * p.ranks)(), (ls.LaunchArgs * len(memories))()
+        for rank, memory in enumerate(memories):
+            pointers = Pointers(p, self.places(memory))
+            structures = pointers.structures.copy()
+            exchange, counts, trouble = np.full((p.slots, p.slot_vectors * 4), NOT_THERE, np.uint32), np.zeros(ls.COUNT_BYTES // 4, np.uint32), np.zeros(8, np.uint32)
+            names = dict(weights=pointers.table(structures.ctypes.data), programs=p.words, exchange=exchange, counts=counts, trouble=trouble,
+                         result=memory.buffer("logits"), **{n: memory.buffer(n) for n in ("row_slot", "logit_rows")})
+            addresses = {n: a.ctypes.data for n, a in names.items()}
+            peers[rank] = ls.LaunchPeer(*(addresses[n] for n in ("exchange", "result", "counts")))
+            args[rank] = ls.arguments(p, window=4096, limit_ns=limit_ns, meet_ns=limit_ns, rank=rank, situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta),
+                                      routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, peers=ctypes.addressof(peers), **addresses)
+            self.held += [names, structures]
+            exchanges.append(exchange)
+        if self.ranks_here:
+            self._launch(ctypes.c_void_p(ctypes.addressof(args)), launches, p.ranks)
+        elif p.ranks == 1:
+            self._launch(args[0], launches)
+        else:
+            with ThreadPoolExecutor(p.ranks) as pool:   # launches of their own, of which one may be ahead
+                for done in [pool.submit(self._launch, own, launches) for own in args]:
+                    done.result()
+        return exchanges
+
+    def _launch(self, argument, times: int, ranks: int = 1) -> None:
         threads, shared, _, _ = host.constants(self.library, "product_chain_launch", 4)
-        for launch in range(launches):
-            argument, three = (ctypes.c_void_p * 1)(ctypes.addressof(args)), ctypes.c_uint * 3
-            self.library.k3_shim_product_chain(three(p.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), p.grid.cluster, ctypes.c_uint(launch + 1), argument)
-        return exchange
+        pointers, three = (ctypes.c_void_p * 1)(ctypes.addressof(argument)), ctypes.c_uint * 3
+        for launch in range(times):
+            self.library.k3_shim_product_chain(three(ranks * self.program.grid.sms, 1, 1), three(threads, 1, 1), ctypes.c_size_t(shared), self.program.grid.cluster,
+                                               ctypes.c_uint(launch + 1), pointers)
 
     def places(self, memory: Memory) -> Places:
         """What a RankMemory's would be of this one."""

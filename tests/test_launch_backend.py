@@ -30,7 +30,7 @@ from k3cuda.runtime.cuda_kernels import ROW_BUCKETS  # noqa: E402
 from k3cuda.runtime.launch_pointers import Places, Pointers  # noqa: E402
 from k3cuda.runtime.launch_program import BUCKETS, CLUSTER, KERNEL, LOOPBACK, NOT_THERE, TOO_MANY_ROWS, WAITS, launched, misfit, trouble_text  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402
-from k3cuda.runtime.machine import LATENCY_SPECIALIZED, STANDARD, VIRTUAL  # noqa: E402
+from k3cuda.runtime.machine import LATENCY_SPECIALIZED, NCCL, PEER, STANDARD, VIRTUAL  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 from k3cuda.tables import tables_of  # noqa: E402
@@ -48,7 +48,7 @@ def plan():
 
 
 @pytest.mark.parametrize("options, ranks, probes, words", [
-    ({}, LOOPBACK, NO_PROBES, None), ({"tp": 1}, VIRTUAL, NO_PROBES, None), ({}, VIRTUAL, NO_PROBES, "several ranks"), ({}, "nccl", NO_PROBES, "several ranks"),
+    ({}, LOOPBACK, NO_PROBES, None), ({"tp": 1}, "nccl", NO_PROBES, None), ({}, VIRTUAL, NO_PROBES, None), ({}, PEER, NO_PROBES, None), ({}, NCCL, NO_PROBES, "not mapped"),
     ({"dcp": 2}, LOOPBACK, NO_PROBES, "split over ranks"), ({"taps": Taps((1,), "prefix")}, LOOPBACK, NO_PROBES, None),
     ({}, LOOPBACK, Probes(forced_experts=4), "probes")])
 def test_what_no_step_of_a_backend_can_do(options, ranks, probes, words):
@@ -61,7 +61,7 @@ def launches(monkeypatch, build, **more):
     memory = lambda nbytes: bytearray(nbytes)
     monkeypatch.setattr(cuda_launch, "cupy", SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=memory, runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError))))
     monkeypatch.setattr(cuda_launch.StepLaunches, "_build", build)
-    values = {"plan": build_plan(made_config(), 2), "memory": None, "device": None, "stream": 0, "kv_cache_dtype": "bf16", "ranks": LOOPBACK, "probes": NO_PROBES, "loading": Loading()}
+    values = {"plan": build_plan(made_config(), 2), "memories": [None], "device": None, "stream": 0, "kv_cache_dtype": "bf16", "ranks": LOOPBACK, "probes": NO_PROBES, "loading": Loading()}
     return cuda_launch.StepLaunches(**values | more)
 
 
@@ -70,12 +70,12 @@ def test_who_asks_for_one_launch_and_cannot_have_it_is_told(monkeypatch, caplog)
     def build(self, bucket):
         raise PlanError("sizes that no phase has")
 
-    launches(monkeypatch, build, ranks=VIRTUAL)
+    launches(monkeypatch, build, ranks=NCCL)
     found = launches(monkeypatch, build)
     for _ in range(2):
         assert found.declines(2)
     first, second = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert first.startswith("no step runs in one launch: several ranks") and second == "steps of 2 rows do not run in one launch: sizes that no phase has"
+    assert first.startswith("no step runs in one launch: the ranks' memory is not mapped") and second == "steps of 2 rows do not run in one launch: sizes that no phase has"
 
 
 def test_reasons_of_row_counts_are_found_once(monkeypatch):
@@ -87,18 +87,18 @@ def test_reasons_of_row_counts_are_found_once(monkeypatch):
             raise PlanError("sizes that no phase has")
         if bucket == 4:
             raise CompileError("no room", "look")
-        return SimpleNamespace(launch=bucket, program=None, module=SimpleNamespace(close=lambda: None))
+        return SimpleNamespace(launches=[bucket], program=None, module=SimpleNamespace(close=lambda: None))
 
     found = launches(monkeypatch, build)
     want = {1: None, 2: "sizes that no phase has", 4: "no room", 8: None}
     for _ in range(2):
         assert {b: found.declines(b) for b in ROW_BUCKETS} == {b: want.get(b, TOO_MANY_ROWS) for b in ROW_BUCKETS}
-    assert asked == list(BUCKETS) and found.launch(8) == 8
+    assert asked == list(BUCKETS) and found.launches(8) == [8]
     found.close()
     assert found.failure not in cuda_driver.explanations
-    virtual = launches(monkeypatch, build, ranks=VIRTUAL)
-    assert all("several ranks" in virtual.declines(b) for b in ROW_BUCKETS) and asked == list(BUCKETS)
-    virtual.close()
+    apart = launches(monkeypatch, build, ranks=NCCL)
+    assert all("not mapped" in apart.declines(b) for b in ROW_BUCKETS) and asked == list(BUCKETS)
+    apart.close()
 
 
 def test_what_knows_of_failures_outlives_launches_that_nobody_closed(monkeypatch):
@@ -120,9 +120,9 @@ class OnHost(np.ndarray):
         return SimpleNamespace(ptr=self.ctypes.data)
 
 
-@shim
-def test_what_a_launch_is_made_of(monkeypatch):
-    """As many blocks as the driver says fit, cooperative, in clusters; its tables and the addresses of the memory's own buffers."""
+@pytest.fixture
+def on_host(monkeypatch):
+    """What a launch is made of, in the host's memory: (of an array its view with an address, launches that were made, programs that were compiled, modules that were closed)."""
     array = lambda a: np.ascontiguousarray(a).view(OnHost)
     stream = SimpleNamespace(synchronize=lambda: None)
     cupy = SimpleNamespace(asarray=array, zeros=lambda n, dtype: array(np.zeros(n, dtype)), full=lambda n, v, dtype: array(np.full(n, v, dtype)), uint8=np.uint8, uint32=np.uint32, ndarray=np.ndarray,
@@ -137,17 +137,54 @@ def test_what_a_launch_is_made_of(monkeypatch):
     module = SimpleNamespace(constants=constants, function=lambda name, shared=0: name, close=lambda: closed.append(True))
     cu = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda function, grid: 64, cuStreamSynchronize=lambda stream: None)
     for name, value in {"cupy": cupy, "Launch": launch, "Module": lambda cubin: module, "check": lambda result: result, "driver": lambda: cu,
-                        "compiled_launch": lambda plan, program, arch: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
+                        "compiled_launch": lambda plan, program, arch, ranks_here: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
         monkeypatch.setattr(cuda_launch, name, value)
-    plan = build_plan(FITTING, TP)
-    memory = Memory(plan, MadeCheckpoint(FITTING))
+    return array, made, compiled, closed
+
+
+def memory_of(array, plan, rank=0):
+    """As a RankMemory, but in the host's memory."""
+    memory = Memory(plan, MadeCheckpoint(plan.cfg), rank)
     buffers = {name: array(memory.buffer(name)) for name in memory.tables.buffers}
-    rank = SimpleNamespace(tables=memory.tables, buffer=buffers.get, weights={(op.layer, op.stage.name): [array(a) for a in memory.weights_of(op)] for op in plan.ops},
+    return SimpleNamespace(tables=memory.tables, buffer=buffers.get, weights={(op.layer, op.stage.name): [array(a) for a in memory.weights_of(op)] for op in plan.ops},
                            mla_work=array(memory.mla_work), mla_map=array(memory.mla_map), mla_partials=memory.step.mla_partials)
-    found = cuda_launch.StepLaunches(plan, rank, Device(0, "a GPU", "sm_90a", 133, 227 << 10), 5, "bf16", LOOPBACK, NO_PROBES, Loading())
+
+
+@shim
+def test_ranks_of_one_gpu_share_a_launch(on_host):
+    """As groups of its blocks, whole clusters each: an argument a rank, with its own exchange and counts, its own rows and weights, and the table of all."""
+    array, _, compiled, _ = on_host
+    plan = build_plan(made_config(moe_intermediate_size=64, **{k: getattr(FITTING, k) for k in ("v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "q_lora_rank")},
+                                  head_dim=128, hidden_size=256, routed_expert_hidden_size=512), 2)
+    memories = [memory_of(array, plan, rank) for rank in range(2)]
+    found = cuda_launch.StepLaunches(plan, memories, Device(0, "a GPU", "sm_90a", 133, 227 << 10), 5, "bf16", VIRTUAL, NO_PROBES, Loading())
+    try:
+        assert found.declines(1) is None and [(p.grid.sms, p.ranks) for p in compiled] == [(66, 2), (64, 2)]
+        one, = found.launches(1)
+        assert one.grid == 128
+        args = (ls.LaunchArgs * 2).from_address(one.arguments[0].value)
+        peers = (ls.LaunchPeer * 2).from_address(args[0].peers)
+        assert [a.rank for a in args] == [0, 1] and args[1].peers == args[0].peers and args[1].programs == args[0].programs and args[1].failed == args[0].failed
+        for own, peer, memory in zip(args, peers, memories):
+            assert (own.exchange, own.result, own.counts) == (peer.exchange, peer.result, peer.counts) and own.result == memory.buffer("logits").ctypes.data
+            table = (ctypes.c_uint64 * own.phases).from_address(own.weights)
+            assert table[own.phases - 1] == memory.weights[None, "lm_head"][0].ctypes.data
+        assert len({a for peer in peers for a in (peer.exchange, peer.counts)}) == 4
+    finally:
+        found.close()
+
+
+@shim
+def test_what_a_launch_is_made_of(monkeypatch, on_host):
+    """As many blocks as the driver says fit, cooperative, in clusters; its tables and the addresses of the memory's own buffers."""
+    array, _, compiled, closed = on_host
+    plan = build_plan(FITTING, TP)
+    rank = memory_of(array, plan)
+    buffers = {name: rank.buffer(name) for name in rank.tables.buffers}
+    found = cuda_launch.StepLaunches(plan, [rank], Device(0, "a GPU", "sm_90a", 133, 227 << 10), 5, "bf16", LOOPBACK, NO_PROBES, Loading())
     try:
         assert found.declines(2) is None and [p.grid.sms for p in compiled] == [132, 128]
-        one = found.launch(2)
+        one, = found.launches(2)
         assert (one.function, one.grid, one.cluster, one.cooperative, one.stream) == (KERNEL, 128, CLUSTER, True, 5)
         args, = one.arguments
         assert args.result == buffers["logits"].ctypes.data and args.row_slot == buffers["row_slot"].ctypes.data and args.input is None and args.rows == 2
@@ -155,7 +192,7 @@ def test_what_a_launch_is_made_of(monkeypatch):
         assert set(exchange) == {NOT_THERE} and not any((ctypes.c_uint8 * ls.COUNT_BYTES).from_address(args.counts))
         table = (ctypes.c_uint64 * args.phases).from_address(args.weights)
         assert table[args.phases - 1] == rank.weights[None, "lm_head"][0].ctypes.data
-        assert found.declines(8) is None and found.launch(8).arguments[0].exchange == args.exchange and found.launch(8).arguments[0].counts != args.counts
+        assert found.declines(8) is None and found.launches(8)[0].arguments[0].exchange == args.exchange and found.launches(8)[0].arguments[0].counts != args.counts
 
         def full(*_):
             raise PlanError("the plan has not that")
@@ -218,7 +255,7 @@ def test_a_launch_that_ended_itself_says_who_waited_for_what(monkeypatch, plan):
 
 
 def test_every_wait_of_the_kernel_has_words():
-    names = re.search(r"enum LaunchWait \{ (.*?) \}", (KERNELS / "launch_ring.cuh").read_text(encoding="utf-8")).group(1)
+    names = re.search(r"enum LaunchWait \{ (.*?) \}", (KERNELS / "launch_ring.cuh").read_text(encoding="utf-8"), re.S).group(1)
     assert len(names.split(",")) == len(WAITS) - 1
 
 

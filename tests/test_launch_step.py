@@ -54,7 +54,7 @@ class Both:
             step.put(memory)
         for op in self.plan.ops:
             self.standard.run(op, self.memories[0])
-        exchange = self.launch.run(self.memories[1], launches)
+        exchange, = self.launch.run(self.memories[1], launches=launches)
         assert (exchange == NOT_THERE).all()   # as the next launch must find it
         return self.memories
 

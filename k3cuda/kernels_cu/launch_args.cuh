@@ -91,9 +91,11 @@ struct LaunchArgs {
   uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
   u64* stamps;             // [block][phase][kStamps] nanoseconds (LaunchStamp); null: not kept
   LaunchCounts* counts;
+  const LaunchPeer* peers;   // [rank]; null: a rank alone
   Watch watch;
   // block_rows: of a closed block; first_window: of phases of kind S::kFirstStreaming
   int phases, clearings, words, rows, block_rows, slot_vectors, record_vectors, window, first_window;
   float situ_beta, situ_linear_beta, routed_scale, norm_eps;
   LaunchLink links[kMaxKinds];
+  int rank;                // this one's number, where there are several
 };

@@ -104,7 +104,7 @@ struct LaunchRoute {
     };
     route_row<Row<kTokens>>(own.scores, (const float*)own.keys, row < block.a.rows, block.a.routed_scale, room.ids + first, choice.weight + first, own, ready, team);
     block.team().sync();
-    if (K3_PROBED && block.a.record && blockIdx.x == 0) {   // ids, then weights, of every row
+    if (K3_PROBED && block.a.record && rank_block() == 0) {   // ids, then weights, of every row
       u32* to = (u32*)(block.a.record + size_t(phase) * block.a.record_vectors);
       const int i = Consumers().thread(), row = i / kTopK, place = i % kTopK;
       if (i < block.a.rows * kTopK) to[row * 2 * kTopK + place] = room.ids[i], to[(row * 2 + 1) * kTopK + place] = __float_as_uint(choice.weight[i]);

@@ -10,6 +10,7 @@
 #include "launch_mla.cuh"
 #include "launch_normed.cuh"
 #include "launch_program.cuh"
+#include "launch_ranks.cuh"
 #include "launch_step.cuh"
 
 //   kTokens_   rows of a launch at most, up to one token tile
@@ -31,12 +32,13 @@ struct LaunchShape {
   static constexpr int kBarriers = kInboxes + (kTopK ? kConsumers * 2 * 2 : 0);               // of inboxes, then of experts' leaf sums
   static constexpr int kGeometryBytes = aligned16(Kinds::kCount * int(sizeof(LaunchGeometry)));
   static constexpr int kScaleBytes = Kinds::scale_bytes(kTokens);
-  static constexpr int kRest = kGeometryBytes + kScaleBytes + kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
+  static constexpr int kPeerBytes = K3_RANKS > 1 ? aligned16(K3_RANKS * sizeof(LaunchPeer)) : 0;
+  static constexpr int kRest = kPeerBytes + kGeometryBytes + kScaleBytes + kXBytes + 2 * kPartial * 4 + kInboxes * kInbox * 4 + kBarriers * 8 + aligned16(sizeof(LaunchState)) + aligned16(sizeof(Choice)) + aligned16(sizeof(LaunchArgs)) + aligned16(kConsumers * sizeof(ConsumerCounts)) + 2 * kWords_ * 4;
   static constexpr int kSlots = min_of(kRing_, kShared_ - kRest - 32) / (kSlotBytes_ + 20);   // 20: two barriers, and the copy it has
   typedef LaunchRing<kSlots, kSlotBytes_> Ring;
   static constexpr int kXAt = Ring::kBytes, kPartialAt = kXAt + kXBytes, kInboxAt = kPartialAt + 2 * kPartial * 4;
   static constexpr int kBarrierAt = kInboxAt + kInboxes * kInbox * 4, kHeardAt = kBarrierAt + Ring::kBarrierBytes, kStateAt = aligned16(kHeardAt + kBarriers * 8);
-  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kGeometryAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts)), kScaleAt = kGeometryAt + kGeometryBytes, kProgramAt = kScaleAt + kScaleBytes;
+  static constexpr int kChoiceAt = kStateAt + aligned16(sizeof(LaunchState)), kArgsAt = kChoiceAt + aligned16(sizeof(Choice)), kCountsAt = kArgsAt + aligned16(sizeof(LaunchArgs)), kGeometryAt = kCountsAt + aligned16(kConsumers * sizeof(ConsumerCounts)), kScaleAt = kGeometryAt + kGeometryBytes, kPeersAt = kScaleAt + kScaleBytes, kProgramAt = kPeersAt + kPeerBytes;
   typedef LaunchPages<kWords_, kProgramAt> Pages;
   static constexpr int kSmem = kProgramAt + Pages::kBytes;
   static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
@@ -44,9 +46,8 @@ struct LaunchShape {
 
 // All that it knows lies in shared memory.
 template <class S>
-struct LaunchBlock {
-  const LaunchArgs& a;
-  u8* smem;
+struct LaunchBlock : LaunchRanks<S> {
+  using LaunchRanks<S>::a, LaunchRanks<S>::smem;
   typename S::Ring ring;
   LaunchState& state;
   typename S::Pages pages;
@@ -56,11 +57,12 @@ struct LaunchBlock {
 
   typedef S Shape;
   K3_DEVICE LaunchBlock(u8* memory)
-      : a(*(const LaunchArgs*)(memory + S::kArgsAt)), smem(memory), ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{memory}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
+      : LaunchRanks<S>{*(const LaunchArgs*)(memory + S::kArgsAt), memory}, ring(memory, (u64*)(memory + S::kBarrierAt)), state(*(LaunchState*)(memory + S::kStateAt)), pages{memory}, rank(S::kCluster > 1 ? my_cluster_rank() : 0) {}
 
   K3_DEVICE void begin(const LaunchArgs& args) {   // which thread this is is asked for again and again: else it is kept for all of the launch
     for (int i = Me().thread(); i < int(sizeof(LaunchArgs) / 4); i += kLaunchThreads) ((u32*)(smem + S::kArgsAt))[i] = ((const u32*)&args)[i];
     __syncthreads();
+    this->find_peers();
     pages.begin(own_words(), a.words);
     S::Kinds::describe((LaunchGeometry*)(smem + S::kGeometryAt), Me().thread(), S::kTokens);
     if (const int row = Me().thread(); row < S::kTokens) {
@@ -85,10 +87,11 @@ struct LaunchBlock {
       ((LaunchArgs*)(smem + S::kArgsAt))->watch.late = &state.late;
     }
     __syncthreads();
+    this->enter();
     if constexpr (S::kCluster > 1) cluster_begin(), cluster_wait();   // every block's inboxes stand
   }
 
-  K3_DEVICE const u32* own_words() const { return a.programs + size_t(blockIdx.x) * a.words; }
+  K3_DEVICE const u32* own_words() const { return a.programs + size_t(rank_block()) * a.words; }
 
   K3_DEVICE void produce() {
     LaunchProducer<typename S::Ring> producer{ring, a.watch, u32(me.warp - kConsumers), u32(a.window)};
@@ -120,8 +123,8 @@ struct LaunchBlock {
 
   // Three places in the program: whose input this block has read next, what is cleared next, what is clean next.
   K3_DEVICE void tidy() {
-    const u64 before = ended_seen(&a.counts->ended) / gridDim.x * a.clearings;   // by launches: nobody ends before this block has counted
-    Janitor janitor{a.counts, before, before, before};
+    const u64 before = this->launches() * a.clearings;   // nobody ends before this block has counted
+    Janitor janitor{a.counts, (const LaunchPeer*)(smem + S::kPeersAt), a.rank, before, before, before};
     struct Place {   // what it comes to is here: consumers have read it, or it has just been brought
       const typename S::Pages& pages;
       u32 at = S::Pages::kFirst;
@@ -136,7 +139,7 @@ struct LaunchBlock {
     Spin spin;
     u32 page = 3;   // the next one to bring
     while (cleaned.phase < a.phases) {
-      if (is_late()) a.watch.fail();
+      if (a.watch.is_late()) a.watch.fail();
       heard.turn(), cleared.turn(), cleaned.turn();
       if (int(page * S::Pages::kWords) <= a.words && is_left(page % 2 ^ 1, cleaned.at)) pages.load(own_words(), page % 2 ^ 1, page), ++page;
       const int received = __shfl_sync(kFullWarp, int(state.received), 0);
@@ -164,11 +167,10 @@ struct LaunchBlock {
         spin.turn(a.watch, cleaned.phase < cleared.phase ? kWaitCleaned : cleared.phase < heard.phase ? kWaitHeard : kWaitReceived,
                   min_of(cleaned.phase, min_of(cleared.phase, heard.phase)), 0);
     }
-    if (lane_id() == 0) ended_up(&a.counts->ended);
+    if (!kRanksAway && lane_id() == 0) ended_up(&a.counts->ended);
     for (; *(volatile u32*)&state.ended < kJanitor; pause_ns(256))   // whoever still waits may have to be spoken for
-      if (is_late()) a.watch.fail();
+      if (a.watch.is_late()) a.watch.fail();
   }
-  K3_DEVICE bool is_late() const { return *(volatile u32*)&state.late.what != 0; }
 
   // Whether nobody reads a page any more: neither the janitor, whose last place is `last`, nor consumers or the producer.
   K3_DEVICE bool is_left(int page, u32 last) const {
@@ -199,7 +201,7 @@ struct LaunchBlock {
 
   // The last time of those who are `mine`.
   K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
-    if (K3_PROBED && a.stamps && mine) atomicMax(a.stamps + (size_t(blockIdx.x) * a.phases + phase) * kStamps + which, device_ns());
+    if (K3_PROBED && a.stamps && mine) atomicMax(a.stamps + (size_t(rank_block()) * a.phases + phase) * kStamps + which, device_ns());
   }
 
   // ---- what kinds of phases are made of ----
@@ -268,6 +270,11 @@ struct LaunchBlock {
     const LaunchField& f = to.out[field];
     if (column >= f.width) return;
     if (K3_PROBED && a.record && lane == 0) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
+    if constexpr (K3_RANKS > 1) {
+#pragma unroll 1
+      for (int i = lane; i < f.copies; i += lanes) store_exchange(this->made(p, i, row) + f.at + column, v);
+      return;
+    }
     uint4* slot = slot_out(p) + row * to.row + f.at;
 #pragma unroll 1
     for (int copy = lane; copy < f.copies; copy += lanes) {
@@ -358,6 +365,7 @@ K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
     __syncwarp();
     if (Me().lane == 0) atomicAdd(&LaunchBlock<S>(smem + unknown_zero()).state.ended, 1u);
   }
+  if constexpr (kRanksAway) LaunchBlock<S>(smem).leave();
   if constexpr (S::kCluster > 1) {
     __syncwarp();
     cluster_arrive(), cluster_wait();   // nobody sends to a block that has ended

@@ -4,10 +4,17 @@
 // Results of a phase lie in a slot of the exchange. When every block has read a slot for the last time, all blocks clear it together,
 // a slice each; both counts are kept by the janitor warp, phases before anyone writes or reads there again. So nothing on the way of
 // the values fences or counts.
+//
+// Ranks (K3_RANKS, which launch_source.py defines; 1: a rank alone, which looped back stands for all) have an exchange each and write into those of all.
+// A slot is written when it is clean on every rank: who clears last of a rank's blocks says so to all. Where ranks are in launches of their own, on other
+// GPUs (K3_SCOPE is "sys" then, else "gpu"), these meet before the first phase, so that whoever is late is waited for in one place, and behind the last
+// one, since nothing else tells a launch that the others' results have reached it.
 #pragma once
 #include "launch_ring.cuh"
 
 constexpr u32 kNotThere = 0x80008000u;
+constexpr int kMaxRanks = 16;
+constexpr bool kRanksAway = K3_RANKS > K3_RANKS_HERE;   // in launches of their own
 constexpr int kCounts = 8;   // places that are heard, cleared and waited for at the same time
 
 // Counts of blocks, never reset: `launches` blocks that ended, the others phase by phase in turn.
@@ -15,6 +22,13 @@ struct LaunchCounts {
   u64 ended;
   u32 failed, pad[29];   // Watch
   struct { u32 count, pad[31]; } heard[kCounts], cleaned[kCounts];   // a cache line each
+  u64 clean_on[kMaxRanks];   // places that a rank has cleared; it writes that itself
+  u64 met_by[kMaxRanks];     // meetings that a rank has come to, two a launch
+};
+// What a rank gives to all.
+struct LaunchPeer {
+  uint4 *exchange, *result;   // as in LaunchArgs
+  LaunchCounts* counts;
 };
 
 K3_DEVICE bool is_there(const uint4& v) { return v.x != kNotThere && v.y != kNotThere && v.z != kNotThere && v.w != kNotThere; }
@@ -33,18 +47,22 @@ inline u32 count_seen(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE
 inline u32 load_word(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline u64 ended_seen(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void ended_up(u64* p) { __atomic_fetch_add(p, 1ull, __ATOMIC_ACQ_REL); }
+inline u32 counted(u32* p) { return __atomic_fetch_add(p, 1u, __ATOMIC_ACQ_REL); }
+inline u64 ended_counted(u64* p) { return __atomic_fetch_add(p, 1ull, __ATOMIC_ACQ_REL); }
+inline u64 rank_seen(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+inline void raise_to(u64* p, u64 v) { atomicMax(p, v); }
 #else
 K3_DEVICE uint4 load_exchange(const uint4* p) {
   uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  asm volatile("ld.relaxed." K3_SCOPE ".global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
 K3_DEVICE void store_exchange(uint4* p, const uint4& v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.relaxed." K3_SCOPE ".global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 K3_DEVICE u32 load_word(const u32* p) {
   u32 v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  asm volatile("ld.relaxed." K3_SCOPE ".global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 K3_DEVICE void count_up(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
@@ -59,6 +77,24 @@ K3_DEVICE u64 ended_seen(const u64* p) {
   return v;
 }
 K3_DEVICE void ended_up(u64* p) { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(p) : "memory"); }
+// Counts, and says how many had counted before.
+K3_DEVICE u32 counted(u32* p) {
+  u32 v;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+K3_DEVICE u64 ended_counted(u64* p) {
+  u64 v;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+// What a rank says to another: numbers that only grow, whichever of its blocks is the one to say them.
+K3_DEVICE u64 rank_seen(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire." K3_SCOPE ".global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+K3_DEVICE void raise_to(u64* p, u64 v) { asm volatile("red.release." K3_SCOPE ".global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 #endif
 
 // Eight neighbouring lanes have a value each: BF16, -0 as +0, and every one of them gets the vector. All lanes of the warp.
@@ -131,16 +167,26 @@ K3_DEVICE void receive_vectors(int first, int stride, int total, const Watch& wa
 // microseconds apiece, which at one row is longer than a phase. A place is a phase's, of those with something to clear; places may be kCounts apart.
 struct Janitor {
   LaunchCounts* counts;
+  const LaunchPeer* peers;
+  int rank;
   u64 heard, cleared, cleaned;   // places that it comes to next, since the counts began
 
   K3_DEVICE u32* heard_count(u64 place) const { return &counts->heard[place % kCounts].count; }
   K3_DEVICE u32* cleaned_count(u64 place) const { return &counts->cleaned[place % kCounts].count; }
-  static K3_DEVICE bool is_full(u32 count, u64 place) { return int(count - u32((place / kCounts + 1) * gridDim.x)) >= 0; }
+  static K3_DEVICE bool is_full(u32 count, u64 place) { return int(count - u32((place / kCounts + 1) * rank_blocks())) >= 0; }
 
-  // Whether all blocks have heard the place that it would clear, and cleared the one that it waits for: two lanes look, at the same time. Bits 0 and 1.
+  // Whether all blocks have heard the place that it would clear, and cleared the one that it waits for: two lanes look, at the same time, or one
+  // and another for each rank. Bits 0 and 1.
   K3_DEVICE u32 look(bool for_heard, bool for_cleaned) const {
     const int lane = lane_id();
     bool full = false;
+    if constexpr (K3_RANKS > 1) {
+      if (lane == 0) full = for_heard && is_full(count_seen(heard_count(cleared)), cleared);
+      else if (for_cleaned && lane <= K3_RANKS) full = rank_seen(&counts->clean_on[lane - 1]) > cleaned;
+      const u32 seen = __ballot_sync(kFullWarp, full);
+      __syncwarp();   // behind what every lane has seen
+      return (seen & 1) | u32(seen >> 1 == (1u << K3_RANKS) - 1) << 1;
+    }
     if (lane == 0 ? for_heard : lane == 1 && for_cleaned) full = is_full(count_seen(lane ? cleaned_count(cleaned) : heard_count(cleared)), lane ? cleaned : cleared);
     return __ballot_sync(kFullWarp, full);
   }
@@ -154,12 +200,20 @@ struct Janitor {
   K3_DEVICE void clear(Each&& each) {
     __syncwarp();
     each([&](uint4* slot, int vectors) {
-      const int end = u32(vectors) * (blockIdx.x + 1) / gridDim.x;
-      for (int i = u32(vectors) * blockIdx.x / gridDim.x + lane_id(); i < end; i += kWarpSize) store_exchange(slot + i, {kNotThere, kNotThere, kNotThere, kNotThere});
+      const u32 own = rank_block(), blocks = rank_blocks();
+      const int end = u32(vectors) * (own + 1) / blocks;
+      for (int i = u32(vectors) * own / blocks + lane_id(); i < end; i += kWarpSize) store_exchange(slot + i, {kNotThere, kNotThere, kNotThere, kNotThere});
     });
     __threadfence();
     __syncwarp();
-    if (lane_id() == 0) count_up(cleaned_count(cleared));
+    if constexpr (K3_RANKS == 1) {
+      if (lane_id() == 0) count_up(cleaned_count(cleared));
+    } else {
+      const bool last = lane_id() == 0 && counted(cleaned_count(cleared)) + 1 == u32((cleared / kCounts + 1) * rank_blocks());
+      const bool tells = __any_sync(kFullWarp, last);
+      __syncwarp();   // behind what the others have cleared
+      if (tells && lane_id() < K3_RANKS) raise_to(&peers[lane_id()].counts->clean_on[rank], cleared + 1);
+    }
     ++cleared;
   }
 };

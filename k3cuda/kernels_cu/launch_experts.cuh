@@ -25,7 +25,7 @@ struct LaunchExpertUp {
   template <class Block> static K3_DEVICE int part(const Block& block) { return kParts > 1 ? block.part() : 0; }
   struct Run { int begin, end; };
   static K3_DEVICE Run run_of(int entries) {
-    const int units = entries * kPairs, clusters = blocks_of_grid() / kParts, own = blockIdx.x / kParts, per = units / clusters, more = units % clusters;
+    const int units = entries * kPairs, clusters = blocks_of_rank() / kParts, own = rank_block() / kParts, per = units / clusters, more = units % clusters;
     const int begin = own * per + min_of(own, more);
     return {begin, begin + per + (own < more)};
   }

@@ -6,7 +6,8 @@ constexpr u32 kNoSlot = 15;
 constexpr int kMaxInputs = 4, kMaxFields = 4, kMaxClears = 2, kHeadWords = 3;   // words of a phase before its units
 
 // In 16-byte vectors. A field begins at vector `at` of a row of its slot; of the `width` vectors that are made `copies` are written behind one
-// another, as far as `limit` reaches. own: where it begins in a row of the record.
+// another, as far as `limit` reaches. Where there are several ranks, `at` is this
+// one's place in the rows of `copies` of them, itself first; with no copies each rank gets a part of the row. own: where it begins in a row of the record.
 struct LaunchField { u16 at, width, limit, copies, own; };
 // A field that a phase reads: where it begins in a row, from row to row, how long it is.
 struct LaunchInput { u16 at, row, vectors; };
@@ -87,10 +88,15 @@ struct LaunchOut {
 
 // Where rows of a product's tile go: worked out once for a tile, since each look at a size is a round trip to shared memory.
 struct LaunchTarget {
-  uint4* at;                             // column 0 of row 0 of the field
+  uint4* at;                             // column 0 of row 0 of the field; of another rank, `at` as far from its own exchange
   int row, column, width, limit, copies;   // vectors from row to row; the tile's first; as in LaunchField
   bool f32;
   const int* place;                      // [rows]: of logits; null: rows lie where they are
+#if K3_RANKS > 1
+  const LaunchPeer* peers;               // from this rank on
+  size_t from;                           // where in an exchange the field begins
+  int rank;
+#endif
 #if K3_PROBED
   uint4* record;
   int record_row;
@@ -110,6 +116,9 @@ struct LaunchTarget {
     if (g.rope) column += tile / g.head_tiles * g.rope;   // BF16
     at = block.slot_out(p) + f.at;
     place = g.to_logits ? block.state.place : nullptr;
+#if K3_RANKS > 1
+    peers = &block.peer(0), from = size_t(p.out()) * block.a.slot_vectors + f.at, rank = block.a.rank;
+#endif
 #if K3_PROBED
     record = block.a.record ? block.a.record + size_t(phase) * block.a.record_vectors + f.own : nullptr, record_row = to.record_row;
 #endif
@@ -128,6 +137,19 @@ struct LaunchTarget {
 #endif
     if (place) of = place[of];
     if (of < 0) return;
+#if K3_RANKS > 1
+    if (place) {
+#pragma unroll 1
+      for (int i = lane; i < K3_RANKS; i += lanes) store_exchange(peers[i].result + of * row + rank * width + own, vector);
+    } else if (copies == 0) {   // each rank gets a part of the row
+      const int part = width / K3_RANKS;
+      if (lane == 0) store_exchange(peers[(own / part + K3_RANKS - rank) % K3_RANKS].exchange + from + of * row + own % part, vector);
+    } else {
+#pragma unroll 1
+      for (int i = lane; i < copies; i += lanes) store_exchange(peers[i].exchange + from + of * row + own, vector);
+    }
+    return;
+#endif
     uint4* to = at + of * row + own;
 #pragma unroll 1
     for (int copy = lane; copy < copies; copy += lanes)

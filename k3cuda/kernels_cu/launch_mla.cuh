@@ -74,8 +74,8 @@ struct LaunchAttending : Consumers {
   const Watch& watch;
   int phase;
   K3_DEVICE LaunchAttending(const LaunchMlaRoom<S>& room, const Watch& w, int at) : r(room), watch(w), phase(at) {}
-  K3_DEVICE int number() const { return blockIdx.x; }
-  K3_DEVICE int blocks() const { return blocks_of_grid(); }
+  K3_DEVICE int number() const { return rank_block(); }
+  K3_DEVICE int blocks() const { return blocks_of_rank(); }
   K3_DEVICE int next(const MlaAttend&, int index, int) const { return index + blocks(); }
   K3_DEVICE const uint4* query(int i) const { return r.queries + i / S::kHeads * r.query_row + i % S::kHeads * (S::kDim / 8); }
   template <int kUnits, int kCount, class Wants, class Query, class Unit>
@@ -142,8 +142,9 @@ struct LaunchMlaAttend : LaunchInMemory {
   template <class Block>
   static K3_DEVICE void end(const Block& block, const ProgramPhase& p, int phase) {
     const Consumers team;
+    // Queries of padding: else nobody has waited for them before they are cleared away.
 #pragma unroll 1
-    for (int row = block.state.live + blockIdx.x; row < block.a.rows; row += blocks_of_grid()) {   // queries of padding: else nobody has waited for them before they are cleared away
+    for (int row = block.state.live + rank_block(); row < block.a.rows; row += blocks_of_rank()) {
       const uint4* from = block.input(p, 0) + row * block.link(p).in[0].row;
       receive_vectors<1>(team.thread(), Consumers::kThreads, S::kHeads * S::kDim / 8, block.a.watch, phase, [&](int i) { return from + i; }, [] {}, [](int, const uint4&) {});
     }
@@ -151,7 +152,7 @@ struct LaunchMlaAttend : LaunchInMemory {
     block.finished(phase);
     if (team.thread() == 0) {
       __threadfence();
-      block.publish(p, phase, 0, blockIdx.x, {0, 0, 0, 0}, 0, 0, 1);
+      block.publish(p, phase, 0, rank_block(), {0, 0, 0, 0}, 0, 0, 1);
     }
     MlaSmem<S>& m = room(block).m;
     for (int i = team.thread(); i < m.kBarriers; i += Consumers::kThreads) barrier_end(m.full + i);   // the place is other phases' again
@@ -173,7 +174,7 @@ struct LaunchMlaCombine : LaunchInMemory {
     const Block block(old.smem + unknown_zero());   // as in mla_attend
     auto& r = Attend::room(block);
     const uint4* from = block.input(p, 0);
-    const int blocks = blocks_of_grid();
+    const int blocks = blocks_of_rank();
     const Consumers all;   // of this phase alone, as in launch_kda.cuh
     receive_vectors<1>(all.thread(), Consumers::kThreads, blocks, block.a.watch, phase, [&](int i) { return from + i; }, [] {}, [](int, const uint4&) {});
     __threadfence();

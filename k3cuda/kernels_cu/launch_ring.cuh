@@ -14,7 +14,8 @@ constexpr int kProducers = 3, kJanitor = kConsumers + kProducers, kLaunchThreads
 
 // What a wait waits for. `detail` says which copy, vector, round or turn, but is 0 where all registers are taken and a number kept for it would
 // spill: kWaitClean, and kWaitVector of LaunchAdd.
-enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums, kWaitProgram };
+enum LaunchWait { kWaitWeights = 1, kWaitRoom, kWaitVector, kWaitSums, kWaitHeard, kWaitCleaned, kWaitClean, kWaitReceived, kWaitChoice, kWaitLeafSums, kWaitProgram,
+                  kWaitRank };
 
 // Which thread of the block this is, unknown to the compiler: what follows from it for one kind of phase is not kept
 // through all others.
@@ -41,7 +42,8 @@ struct __align__(16) LateWait { u32 what, warp, phase, detail; };
 struct Watch {
   u32 *failed, *trouble;
   LateWait* late;
-  u32 limit, pad;   // of spin_clock's units
+  u32 limit, meet;   // of any wait, and of that of ranks in launches of their own for one another when they begin, in spin_clock's units
+  K3_DEVICE bool is_late() const { return *(volatile u32*)&late->what != 0; }
   K3_DEVICE void fail() const {
     if (atomicCAS(failed, 0u, 1u) == 0u) {
       volatile u32* t = trouble;
@@ -150,14 +152,18 @@ K3_DEVICE u32 unknown_zero() {
   return zero;
 }
 
-// gridDim.x, asked for where it is used: else it is kept through all of the launch.
-K3_DEVICE int blocks_of_grid() {
+// A launch may have several ranks (K3_RANKS_HERE, which launch_source.py defines), groups of as many blocks behind one another. Blocks of this one's
+// rank, and this block's number in it.
+K3_DEVICE u32 rank_blocks() { return gridDim.x / K3_RANKS_HERE; }
+K3_DEVICE u32 rank_block() { return K3_RANKS_HERE > 1 ? blockIdx.x % rank_blocks() : blockIdx.x; }
+// The first, asked for where it is used: else it is kept through all of the launch.
+K3_DEVICE int blocks_of_rank() {
 #ifdef K3_HOST_SHIM
-  return int(gridDim.x);
+  return int(rank_blocks());
 #else
   int n;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n));
-  return n;
+  return n / K3_RANKS_HERE;
 #endif
 }
 

@@ -23,6 +23,8 @@ struct LaunchRowSlices {
 template <int kN, int kSlices, int kParts, int kOwnVocab>
 struct LaunchEmbed : LaunchRowSlices<kN, kSlices> {
   typedef LaunchRowSlices<kN, kSlices> Base;
+  // With zeros of all others, or of equal parts, a power of two.
+  static K3_DEVICE float sum(float v) { return K3_RANKS > 1 ? v + 0.f : kParts * v; }
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     const Consumers team;   // of this phase alone, as in launch_kda.cuh
@@ -30,17 +32,23 @@ struct LaunchEmbed : LaunchRowSlices<kN, kSlices> {
     const LaunchTokens t = *(const LaunchTokens*)block.a.weights[phase];
 #pragma unroll 1
     for (int u = 0; u < p.units; ++u) {
-      const int row = p.tiles[u] / kSlices, own = p.tiles[u] % kSlices * Base::kOwn, token = t.token_ids[row], at = kParts > 1 ? token % kOwnVocab : token;
+      const int row = p.tiles[u] / kSlices, own = p.tiles[u] % kSlices * Base::kOwn, token = t.token_ids[row];
+      const int at = K3_RANKS > 1 ? token - block.a.rank * kOwnVocab : kParts > 1 ? token % kOwnVocab : token;
       const bool mine = at >= 0 && at < kOwnVocab;
       const bf16* from = t.table + size_t(mine ? at : 0) * kN + own;
 #pragma unroll 1
       for (int i = 0; i < Base::kPer; ++i) {
         const int e = team.thread() + i * Base::kThreads;
-        const float v = mine && e < Base::kOwn ? kParts * bf16_to_float(from[e]) : 0;   // a power of two: the sum of equal parts
+        const float v = mine && e < Base::kOwn ? sum(bf16_to_float(from[e])) : 0;
         const uint4 vector = pack_floats(v, team.lane());
         if (e >= Base::kOwn) continue;
         t.hidden[size_t(row) * kN + own + e] = 0;
-        if (e % 4 == 0) block.publish(p, phase, row, (own + e) / 4, vector, 0, 0, 1);
+        if (e % 4) continue;
+        if constexpr (K3_RANKS > 1) {   // who has the token gives the row to all; the first rank, where it is nobody's
+          if (!mine && (u32(token) < u32(K3_RANKS * kOwnVocab) || block.a.rank)) continue;
+#pragma unroll 1
+          for (int rank = 0; rank < K3_RANKS; ++rank) store_exchange(block.made(p, rank, row) + (own + e) / 4, vector);
+        } else block.publish(p, phase, row, (own + e) / 4, vector, 0, 0, 1);
       }
     }
   }

@@ -58,7 +58,7 @@ class CudaBackend(StepGraphs):
         DeviceError: no usable GPU. OutOfMemory: weights or cache do not fit. ConfigError: the model cannot be cut so.
     """
 
-    name, overlaps, drafting, draft = STANDARD, True, None, None   # name: of the decode backend that was asked for
+    name, overlaps, drafting, draft, launch_peers = STANDARD, True, None, None, None   # name: of the decode backend that was asked for
     most_rows, device_index = MAX_ROWS, 0   # of a step; of the GPUs that are visible
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
@@ -123,7 +123,7 @@ class CudaBackend(StepGraphs):
         self._io = StepIO(self.memories, self.device.arch, self.stream, draft_ids)
         self._check = RowCheck(self.num_slots, self.max_model_len, self.max_rows)
         if self.name == LATENCY_SPECIALIZED:
-            self.step_launches = StepLaunches(self.plan, self.memories[0], self.device, self._raw_stream, self.kv_cache_dtype, self.ranks, self.probes, self._loading)
+            self.step_launches = StepLaunches(self.plan, self.memories, self.device, self._raw_stream, self.kv_cache_dtype, self.ranks, self.probes, self._loading, self.launch_peers)
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it; ours does not wait for that one
 
     @explained()

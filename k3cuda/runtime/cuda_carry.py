@@ -17,7 +17,7 @@ from .cuda_peers import peers_of
 from .machine import NCCL, PEER
 from .nccl import Communicator
 from .peer_exchange import STATE_WORDS, TROUBLE_WORDS, PeerExchange, memory_bytes
-from .peer_memory import map_peers
+from .peer_memory import Peers, map_peers
 from .rank_moves import PACK, SPREAD, THREADS, VECTOR, blocks_for, part_bytes, rank_move
 
 
@@ -67,7 +67,7 @@ class Carrier:
 
     def __init__(self, comm: Communicator, device: Device, stream):
         self._comm, self._device, self._stream, self._raw_stream = comm, device, stream, stream.__cuda_stream__()[1]
-        self._staging, self._exchange = {}, None
+        self._staging, self._exchange, self._shared, self._fabric = {}, None, [], False
         self._module = Module(compile_moves(device.arch).cubin)
 
     def warm_up(self) -> None:
@@ -89,7 +89,8 @@ class Carrier:
 
         `fabric`: handles that reach other hosts also where all ranks are on one.
         """
-        peers = map_peers(self._comm.rank, memory_bytes(capacity), lambda one_host: peers_of(self._device, one_host and not fabric), self._gather_bytes)
+        self._fabric = fabric
+        peers = self._map(memory_bytes(capacity))
         if not peers.reason:
             self._state = cupy.zeros(STATE_WORDS * len(capacity), cupy.uint32)
             cupy.cuda.get_current_stream().synchronize()
@@ -97,6 +98,20 @@ class Carrier:
             self._trouble[:] = 0
             self._exchange, self.name = PeerExchange(self._comm.rank, peers, capacity, self._state.data.ptr, self._trouble, self._kernel), PEER
         return peers.reason
+
+    def share(self, nbytes: int) -> Peers:
+        """All ranks at the same time, where collectives are exchanges: at least so much memory of each, mapped on all, until `close`. That of the last call
+        where it is large enough."""
+        if not self._shared or self._shared[-1][0] < nbytes:
+            self._shared.append((nbytes, self._map(nbytes)))
+        return self._shared[-1][1]
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What all ranks give at the same time, as long on each, in order of rank."""
+        return self._gather_bytes(mine)
+
+    def _map(self, nbytes: int) -> Peers:
+        return map_peers(self._comm.rank, nbytes, lambda one_host: peers_of(self._device, one_host and not self._fabric), self._gather_bytes)
 
     def launches(self, name: str, places: list[tuple[MoveLayout, int, int]], overlap: bool = False) -> list:
         """What is launched for one collective, which messages call `name`: of each of its moves the layout, and addresses of source and target.
@@ -116,7 +131,9 @@ class Carrier:
         """Behind the last launch."""
         if self._exchange:
             self._exchange.close()
-        self._exchange = None
+        for _, peers in self._shared:
+            peers.close()
+        self._exchange, self._shared = None, []
         self._staging.clear()
         self._module.close()
 

@@ -64,8 +64,8 @@ class StepGraphs:
         return out
 
     def _single(self, bucket: int) -> list[tuple[None, list[Launch]]]:
-        """In the place of `launches` of a step: one, under which nothing begins, and which begins under nothing."""
-        return [(None, [self.step_launches.launch(bucket)])]
+        """In the place of `launches` of a step: one, under which nothing begins, and which begins under nothing; behind it at most a copy of what it left."""
+        return [(None, self.step_launches.launches(bucket))]
 
     def _whole(self, bucket: int, half: Half, single: bool = False) -> list[tuple[Op | None, list[Launch]]]:
         """Load, step, commit and draw; what stands around a step is no operation."""

@@ -4,7 +4,7 @@ What it reads and leaves lies where the standard path has it, so that steps of b
 """
 import ctypes
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import cupy
@@ -19,9 +19,11 @@ from ..launch_kinds import VECTOR_BYTES
 from ..plan import Plan
 from .cuda_driver import Device, Launch, Module, check, driver, explanations
 from .cuda_memory import RankMemory
+from .cuda_launch_peers import LaunchPeers
 from .launch_pointers import Places, Pointers
-from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
+from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
 from .loading import Loading
+from .peer_exchange import LIMIT_S
 
 log = logging.getLogger("k3cuda")
 
@@ -41,12 +43,25 @@ def explained():
 
 @dataclass
 class _Built:
-    """A launch for steps of up to so many rows, and what it needs on the device as long as it may run."""
+    """A launch for steps of up to so many rows, of all ranks here, what follows it, and what it needs on the device as long as it may run."""
 
     program: BlockProgram
     module: Module
-    launch: Launch
+    launches: list
     held: tuple
+
+
+@dataclass
+class _Copy:
+    """Bytes that one launch left, to where the next ones look for them."""
+
+    target: int
+    source: int
+    nbytes: int
+    stream: int
+
+    def launch(self) -> None:
+        check(driver().cuMemcpyDtoDAsync(self.target, self.source, self.nbytes, self.stream))
 
 
 class _Records:
@@ -73,14 +88,17 @@ class _Records:
 
 
 class StepLaunches:
-    """Launches of one rank's steps, one for each of BUCKETS, made when they are first asked for.
+    """Launches of steps, one for each of BUCKETS, made when they are first asked for. Ranks that share the GPU share a launch, as groups of its blocks.
 
     Args:
-        plan, memory, device, kv_cache_dtype, ranks, probes: of the backend. stream: raw handle. loading: counts the seconds of compiling.
+        plan, memories, device, kv_cache_dtype, ranks, probes: of the backend. stream: raw handle. loading: counts the seconds of compiling.
+        others: of ranks that have a launch each, what joins them; it outlives this.
     """
 
-    def __init__(self, plan: Plan, memory: RankMemory, device: Device, stream: int, kv_cache_dtype: str, ranks: str, probes: Probes, loading: Loading):
-        self.plan, self.memory, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memory, device, stream, kv_cache_dtype, loading
+    def __init__(self, plan: Plan, memories: list[RankMemory], device: Device, stream: int, kv_cache_dtype: str, ranks: str, probes: Probes, loading: Loading,
+                 others: LaunchPeers | None = None):
+        self.plan, self.memories, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memories, device, stream, kv_cache_dtype, loading
+        self._ranks, self._are_here, self._others = 1 if ranks == LOOPBACK else plan.tp, len(memories) > 1, others
         self._misfit = misfit(plan, ranks, probes)
         if self._misfit:
             log.warning("no step runs in one launch: %s", self._misfit)
@@ -104,9 +122,9 @@ class StepLaunches:
         made = self._made[bucket]
         return made if isinstance(made, str) else None
 
-    def launch(self, bucket: int) -> Launch:
-        """For steps of up to so many rows, which `declines` has nothing against."""
-        return self._made[bucket].launch
+    def launches(self, bucket: int) -> list:
+        """For steps of up to so many rows, which `declines` has nothing against: the launch, and what belongs right behind it."""
+        return self._made[bucket].launches
 
     def close(self) -> None:
         """Graphs with its launches must be gone."""
@@ -118,50 +136,87 @@ class StepLaunches:
         self._made, self._exchanges = {}, []
 
     def _build(self, bucket: int) -> _Built:
-        sms = self.device.sms // CLUSTER * CLUSTER
-        while True:
-            program = launched(self.plan, bucket, sms, self.kv_cache_dtype)
-            with self._loading.phase("compile"):
-                module = Module(compiled_launch(self.plan, program, self.device.arch).cubin)
-            threads, shared_bytes, cluster, _ = module.constants(f"{KERNEL}_launch", 4)
-            function = module.function(KERNEL, shared_bytes)
-            fit = check(driver().cuOccupancyMaxActiveClusters(function, Launch(function, sms, threads, [], shared=shared_bytes, cluster=cluster).config)) * cluster
-            if fit >= sms:
-                break
-            module.close()   # some multiprocessors have no neighbour: fewer blocks, all of them resident
-            sms = fit
+        compiled = None
         try:
-            return self._bound(program, module, function, threads, shared_bytes, cluster)
+            with self._others.agreed() if self._others else nullcontext({}) as said:
+                compiled = self._compiled(bucket)
+                said["program"] = compiled[0]
+            return self._bound(*compiled)
         except (PlanError, MemoryError):   # MemoryError: CuPy's of a full GPU too
-            module.close()
+            if compiled:
+                compiled[1].close()
             raise
 
-    def _bound(self, program: BlockProgram, module: Module, function, threads: int, shared_bytes: int, cluster: int) -> _Built:
-        cfg, places = self.plan.cfg, self._places(module)
-        pointers = Pointers(program, places)
-        structures, words, counts = cupy.asarray(pointers.structures), cupy.asarray(program.words), cupy.zeros(ls.COUNT_BYTES, cupy.uint8)
-        table, exchange = cupy.asarray(pointers.table(structures.data.ptr)), self._exchange(program)
-        args = ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta),
-                            routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, weights=table.data.ptr, programs=words.data.ptr,
-                            row_slot=places.buffers["row_slot"], logit_rows=places.buffers["logit_rows"], result=places.buffers["logits"],
-                            exchange=exchange.data.ptr, counts=counts.data.ptr, trouble=self._records.words[program.rows].ctypes.data)
-        launch = Launch(function, program.grid.sms, threads, [args], shared=shared_bytes, stream=self.stream, cluster=cluster, cooperative=True)
-        cupy.cuda.get_current_stream().synchronize()   # which has written all of it; the backend's does not wait for that one
-        return _Built(program, module, launch, (structures, words, counts, table, exchange))
+    def _compiled(self, bucket: int) -> tuple:
+        """Arguments of _bound."""
+        groups = len(self.memories)
+        of_rank = lambda blocks: blocks // (groups * CLUSTER) * CLUSTER
+        sms = of_rank(self.device.sms)
+        while True:
+            program = launched(self.plan, bucket, sms, self.kv_cache_dtype, self._ranks)
+            with self._loading.phase("compile"):
+                module = Module(compiled_launch(self.plan, program, self.device.arch, ranks_here=self._are_here).cubin)
+            threads, shared_bytes, cluster, _ = module.constants(f"{KERNEL}_launch", 4)
+            function = module.function(KERNEL, shared_bytes)
+            fit = check(driver().cuOccupancyMaxActiveClusters(function, Launch(function, groups * sms, threads, [], shared=shared_bytes, cluster=cluster).config)) * cluster
+            if fit >= groups * sms:
+                break
+            module.close()   # some multiprocessors have no neighbour: fewer blocks, all of them resident
+            sms = of_rank(fit)
+        return program, module, function, threads, shared_bytes, cluster
 
-    def _places(self, module: Module) -> Places:
+    def _bound(self, program: BlockProgram, module: Module, function, threads: int, shared_bytes: int, cluster: int) -> _Built:
+        scale, words = self._scale(module), cupy.asarray(program.words)
+        ranks = [self._rank(memory, scale, program) for memory in self.memories]
+        first, peers, held = self._peers(program, [places.buffers["logits"] for places, *_ in ranks])
+        on_device = cupy.asarray(np.frombuffer(peers, np.uint8))
+        args = (ls.LaunchArgs * len(ranks))()
+        for i, (places, _, table) in enumerate(ranks):
+            args[i] = self._arguments(program, first + i, peers[first + i], peers=on_device.data.ptr if self._ranks > 1 else 0, weights=table.data.ptr,
+                                      programs=words.data.ptr, row_slot=places.buffers["row_slot"], logit_rows=places.buffers["logit_rows"])
+            args[i].failed = args[0].failed   # the first of all that fail writes the record
+        given = cupy.asarray(np.frombuffer(args, np.uint8))
+        argument = ctypes.c_void_p(given.data.ptr) if self._are_here else args[0]
+        launches = [Launch(function, len(ranks) * program.grid.sms, threads, [argument], shared=shared_bytes, stream=self.stream, cluster=cluster, cooperative=True)]
+        if self._others:
+            rows = min(program.rows, self.memories[0].dims["head_rows"])
+            launches.append(_Copy(ranks[0][0].buffers["logits"], peers[first].result, self._others.logit_bytes(rows), self.stream))
+        cupy.cuda.get_current_stream().synchronize()   # which has written all of it; the backend's does not wait for that one
+        return _Built(program, module, launches, (ranks, words, held, on_device, given))
+
+    def _peers(self, program: BlockProgram, logits: list[int]) -> tuple[int, ctypes.Array, tuple]:
+        """The first rank here, what each of all gives to the others, and what holds it. `logits`: addresses, of those here."""
+        if self._others:
+            return self._others.rank, self._others.peers(program), ()
+        exchanges, counts = self._exchange(program), cupy.zeros((len(logits), ls.COUNT_BYTES), cupy.uint8)
+        given = (ls.LaunchPeer(exchange.data.ptr, result, count.data.ptr) for exchange, result, count in zip(exchanges, logits, counts))
+        return 0, (ls.LaunchPeer * len(logits))(*given), (exchanges, counts)
+
+    def _arguments(self, program: BlockProgram, rank: int, own: ls.LaunchPeer, **addresses: int) -> ls.LaunchArgs:
+        cfg = self.plan.cfg
+        return ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, meet_ns=int(LIMIT_S * 1e9), rank=rank,
+                            situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta), routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, exchange=own.exchange, result=own.result,
+                            counts=own.counts, trouble=self._records.words[program.rows].ctypes.data, **addresses)
+
+    def _rank(self, m: RankMemory, scale: float, program: BlockProgram) -> tuple[Places, cupy.ndarray, cupy.ndarray]:
+        """Of one rank where its memory has everything, the structures that phases point to, and the table of what they do."""
+        places = Places(self.plan, m.tables, self.kv_cache_dtype, {name: m.buffer(name).data.ptr for name in m.tables.buffers},
+                        {key: tuple(array.data.ptr for array in arrays) for key, arrays in m.weights.items()},
+                        0 if m.mla_work is None else m.mla_work.data.ptr, 0 if m.mla_map is None else m.mla_map.data.ptr, m.mla_partials, scale)
+        pointers = Pointers(program, places)
+        structures = cupy.asarray(pointers.structures)
+        return places, structures, cupy.asarray(pointers.table(structures.data.ptr))
+
+    def _scale(self, module: Module) -> float:
         scale = cupy.zeros(1, np.float32)
         cupy.cuda.get_current_stream().synchronize()
         Launch(module.function(SCALE), 1, 1, [ctypes.c_void_p(scale.data.ptr)], stream=self.stream).launch()
         check(driver().cuStreamSynchronize(self.stream))
-        m = self.memory
-        return Places(self.plan, m.tables, self.kv_cache_dtype, {name: m.buffer(name).data.ptr for name in m.tables.buffers},
-                      {key: tuple(array.data.ptr for array in arrays) for key, arrays in m.weights.items()},
-                      0 if m.mla_work is None else m.mla_work.data.ptr, 0 if m.mla_map is None else m.mla_map.data.ptr, m.mla_partials, float(scale[0]))
+        return float(scale[0])
 
     def _exchange(self, p: BlockProgram) -> cupy.ndarray:
-        """Memory of the exchange, one for all launches that it is large enough for: each leaves it as the next must find it."""
+        """[ranks here, words]: memory of the exchange, one for all launches that it is large enough for: each leaves it as the next must find it."""
         need = p.slots * p.slot_vectors * VECTOR_BYTES // 4
-        if not self._exchanges or self._exchanges[-1].size < need:
-            self._exchanges.append(cupy.full(need // p.rows * BUCKETS[-1], NOT_THERE, cupy.uint32))
+        if not self._exchanges or self._exchanges[-1].shape[1] < need:
+            self._exchanges.append(cupy.full((len(self.memories), need // p.rows * BUCKETS[-1]), NOT_THERE, cupy.uint32))
         return self._exchanges[-1]

@@ -13,6 +13,7 @@ from ..launch_step import step_program
 from ..phases import Grid
 from ..plan import Plan
 from .cuda_jit import Compiled, compile_cuda
+from .machine import PEER, VIRTUAL
 
 KERNEL, SCALE = "launched_step", "launched_step_scale"
 LOG2_E = "1.44269504088896340736"   # kLog2E of stages/common.cuh
@@ -24,32 +25,33 @@ LOOPBACK = "loopback"                # Backend.ranks of one rank alone, which st
 TOO_MANY_ROWS = f"more rows than the {MAX_TOKENS} of one launch"
 # What `LaunchWait` of launch_ring.cuh counts, in words behind "waited for".
 WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose", "sums of its own block", "a page of its program")
+         "its own block to choose", "sums of its own block", "a page of its program", "another rank")
 
 
 def misfit(plan: Plan, ranks: str, probes: Probes = NO_PROBES) -> str | None:
     """Why no step of a backend runs in one launch, whatever its rows, or None. `ranks`: how they are joined (Backend.ranks)."""
     if plan.dcp > 1:
         return "the MLA cache is split over ranks: one launch reads a whole one"
-    if plan.tp > 1 and ranks != LOOPBACK:
-        return "several ranks: one launch has no collectives between them yet"
+    if plan.tp > 1 and ranks not in (LOOPBACK, VIRTUAL, PEER):
+        return "the ranks' memory is not mapped: one launch writes what it makes into that of all"
     if probes != NO_PROBES:
         return "a benchmark's probes are built into the standard path's kernels alone"
     return None
 
 
-def launched(plan: Plan, rows: int, sms: int, kv_cache_dtype: str) -> BlockProgram:
-    """A step of one of BUCKETS rows on `sms` persistent blocks. Raises PlanError for a model that its kinds of phases cannot do."""
+def launched(plan: Plan, rows: int, sms: int, kv_cache_dtype: str, ranks: int = 1) -> BlockProgram:
+    """A step of one of BUCKETS rows on `sms` persistent blocks of a rank. `ranks`: as of step_program. Raises PlanError for a model that its kinds of
+    phases cannot do."""
     if sms < CLUSTER:
-        raise PlanError(f"the GPU holds no cluster of {CLUSTER} blocks")
-    return step_program(plan, rows, Grid(sms=sms, cluster=CLUSTER, copy=COPY), cache=KV_BYTES[kv_cache_dtype], rank_parts=plan.tp)
+        raise PlanError(f"the GPU holds no cluster of {CLUSTER} blocks for each of its ranks")
+    return step_program(plan, rows, Grid(sms=sms, cluster=CLUSTER, copy=COPY), cache=KV_BYTES[kv_cache_dtype], rank_parts=plan.tp, ranks=ranks)
 
 
-def launch_source(plan: Plan, program: BlockProgram) -> str:
+def launch_source(plan: Plan, program: BlockProgram, ranks_here: bool = False) -> str:
     """C++ of its kernel, and of SCALE, which leaves what the standard path's kernels multiply scores of latent attention with: the reciprocal root that
     a GPU approximates is no host's."""
     scale = f"rsqrtf(float({plan.cfg.dims()['mla_qk_head_dim']})) * {LOG2_E}f"
-    return source(program, name=KERNEL) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
+    return source(program, name=KERNEL, ranks_here=ranks_here) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
 
 
 def compile_launch(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int, strict: bool = False, into: Path | None = None) -> Compiled:
@@ -57,9 +59,9 @@ def compile_launch(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms
     return compiled_launch(plan, launched(plan, rows, sms // CLUSTER * CLUSTER, kv_cache_dtype), arch, strict=strict, into=into)
 
 
-def compiled_launch(plan: Plan, program: BlockProgram, arch: str, **options) -> Compiled:
-    """The same of a program; options of compile_cuda."""
-    return compile_cuda(launch_source(plan, program), arch, name=f"the step in one launch for {program.rows} rows", **options)
+def compiled_launch(plan: Plan, program: BlockProgram, arch: str, *, ranks_here: bool = False, **options) -> Compiled:
+    """The same of a program; options of compile_cuda. `ranks_here`: as of launch_source.constants."""
+    return compile_cuda(launch_source(plan, program, ranks_here), arch, name=f"the step in one launch for {program.rows} rows", **options)
 
 
 def trouble_text(trouble: np.ndarray, program: BlockProgram) -> str:

@@ -112,13 +112,6 @@ def test_steps_that_overlap(pair):
     assert pair[0].counts.steps == {LATENCY_SPECIALIZED: 20}
 
 
-def test_virtual_ranks_run_stage_by_stage(small):
-    be = Cuda(small, TP, specialized=True, max_batch=1)
-    open_slot(be, 0)
-    be.step(step_rows((0, 0, [1])))
-    be.logits()
-    assert be.counts.steps == {STANDARD: 1} and sum(be.counts.reasons.values()) == 1
-    be.close()
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 1), (2, 300), (8, 8), (8, 2000)])

@@ -1,0 +1,60 @@
+// What a block of the single launch has to do with other ranks: where they have what it makes, and how launches that ranks have of their own begin and end.
+#pragma once
+#include "launch_args.cuh"
+
+template <class S>
+struct LaunchRanks {
+  const LaunchArgs& a;
+  u8* smem;
+
+  // All threads, before anyone asks for a peer.
+  K3_DEVICE void find_peers() const {
+    if constexpr (K3_RANKS > 1)
+      if (const int i = Me().thread(); i < K3_RANKS) ((LaunchPeer*)(smem + S::kPeersAt))[i] = a.peers[(a.rank + i) % K3_RANKS];
+  }
+  // Number `i` of the ranks from this one on: each begins with itself, and then with another neighbour.
+  K3_DEVICE const LaunchPeer& peer(int i) const { return ((const LaunchPeer*)(smem + S::kPeersAt))[i]; }
+  // Where it has row `row` of what a phase makes.
+  K3_DEVICE uint4* made(const ProgramPhase& p, int i, int row) const { return peer(i).exchange + size_t(p.out()) * a.slot_vectors + row * a.links[p.kind].row; }
+  // As LaunchBlock's publish, by one thread: of a row that has a part for each rank.
+  K3_DEVICE void scatter(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int field) const {
+    const LaunchLink& to = a.links[p.kind];
+    const LaunchField& f = to.out[field];
+    if (column >= f.width) return;
+    if (a.record) a.record[size_t(phase) * a.record_vectors + row * to.record_row + f.own + column] = v;
+    const int part = f.width / K3_RANKS;
+    store_exchange(made(p, (column / part + K3_RANKS - a.rank) % K3_RANKS, row) + f.at + column % part, v);
+  }
+
+  // Launches that have ended, until a block of this one does.
+  K3_DEVICE u64 launches() const { return ended_seen(&a.counts->ended) / rank_blocks(); }
+  // All threads, before the first phase: no rank is a launch behind.
+  K3_DEVICE void enter() const {
+    if constexpr (kRanksAway) {
+      const u64 meeting = 2 * launches() + 1;
+      if (const int i = Me().thread(); rank_block() == 0 && i < K3_RANKS) raise_to(&peer(i).counts->met_by[a.rank], meeting);
+      if (Me().thread() == 0) meet(meeting, a.watch.meet, 0);
+      __syncthreads();
+    }
+  }
+  // All threads, behind the last phase: who is the last of its rank waits for the others, whose results have come then.
+  K3_DEVICE void leave() const {
+    __syncthreads();
+    if (Me().thread()) return;
+    const u64 before = ended_counted(&a.counts->ended), launch = before / rank_blocks();
+    if (before + 1 != (launch + 1) * rank_blocks()) return;
+#pragma unroll 1
+    for (int i = 0; i < K3_RANKS; ++i) raise_to(&peer(i).counts->met_by[a.rank], 2 * launch + 2);
+    meet(2 * launch + 2, a.watch.limit, a.phases - 1);
+  }
+  // One thread, when no janitor is there to speak for it: until all ranks have come to a meeting.
+  K3_DEVICE void meet(u64 meeting, u32 limit, int phase) const {
+    const Watch watch{a.watch.failed, a.watch.trouble, a.watch.late, limit, 0};
+#pragma unroll 1
+    for (int rank = 0; rank < K3_RANKS; ++rank)
+      for (Spin spin; rank_seen(&a.counts->met_by[rank]) < meeting;) {
+        spin.turn(watch, kWaitRank, phase, rank);
+        if (watch.is_late()) watch.fail();
+      }
+  }
+};

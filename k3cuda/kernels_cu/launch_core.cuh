@@ -329,27 +329,33 @@ struct LaunchBlock : LaunchRanks<S> {
         decltype(kind)::consume(*this, p, phase);
         end_counting<decltype(kind)>();
       });
-      if (geometry(p).leaves) {
-        const LaunchBlock again(smem + unknown_zero());   // which finds everything anew: inputs want the registers
-        LaunchUnits<LaunchBlock>(again, ProgramPhase(p.words()), phase).run();
-      }
-      stamp(phase, kUnitsDone, me.lane == 0);
+      LaunchBlock(smem + unknown_zero()).finish();   // which finds everything anew: some kinds want all registers
     } else if (me.thread() == 0) state.received = phase + 1;
+  }
+  // What is left of the phase that this warp began last: a product's units.
+  K3_DEVICE void finish() const {
+    const ProgramPhase p(pages.words(kept().began));
+    const int phase = kept().phase - 1;
+    if (geometry(p).leaves) LaunchUnits<LaunchBlock>(*this, p, phase).run();
+    stamp(phase, kUnitsDone, me.lane == 0);
   }
 };
 
 // Kinds of phases must not keep registers of one another's: each begins with a block that the compiler knows nothing of.
 template <class S>
-K3_DEVICE void launch_consume(const LaunchArgs& args, u8* smem) {
+K3_DEVICE void launch_consume(u8* smem) {
   if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::Pages::kFirst, S::Pages::kFirst};
   __syncwarp();
 #pragma unroll 1
-  for (int phase = 0; phase < args.phases; ++phase) {
+  for (;;) {
     LaunchBlock<S> block(smem + unknown_zero());
+    const int phase = block.kept().phase;
+    if (phase >= block.a.phases) return;
     const u32 at = block.pages.turned(block.kept().at, block.a.watch, phase);
     const u32* words = block.pages.words(at);
     __syncwarp();
-    if (block.me.lane == 0) block.kept().began = at, block.kept().at = block.pages.behind(ProgramPhase(words), at);
+    if (block.me.lane == 0) block.kept().began = at, block.kept().at = block.pages.behind(ProgramPhase(words), at), block.kept().phase = phase + 1;
+    __syncwarp();
     block.consume(words, phase);
     __syncwarp();
   }
@@ -360,7 +366,7 @@ K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   LaunchBlock<S>(smem).begin(a);
   if (Me().warp == kJanitor) LaunchBlock<S>(smem + unknown_zero()).tidy();   // found anew: not kept from the start
   else {
-    if (Me().warp < kConsumers) launch_consume<S>(a, smem);
+    if (Me().warp < kConsumers) launch_consume<S>(smem);
     else LaunchBlock<S>(smem + unknown_zero()).produce();
     __syncwarp();
     if (Me().lane == 0) atomicAdd(&LaunchBlock<S>(smem + unknown_zero()).state.ended, 1u);

@@ -10,7 +10,7 @@
 constexpr int kConsumers = 16;                                   // warps; behind them the producers' and the janitor's
 constexpr u32 kTakePause = 300;                                   // nanoseconds between two looks at a copy that is not issued, a microsecond before it lands
 constexpr int kAllConsumers = 15;                                 // the barrier where they all meet; groups of them have 1 to 8
-constexpr int kProducers = 3, kJanitor = kConsumers + kProducers, kLaunchThreads = (kJanitor + 1) * kWarpSize;
+constexpr int kProducers = 2, kJanitor = kConsumers + kProducers, kLaunchThreads = (kJanitor + 1) * kWarpSize;
 
 // What a wait waits for. `detail` says which copy, vector, round or turn, but is 0 where all registers are taken and a number kept for it would
 // spill: kWaitClean, and kWaitVector of LaunchAdd.

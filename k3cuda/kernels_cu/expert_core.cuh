@@ -71,18 +71,16 @@ struct ExpertUpShape {
   typedef List_ List;
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kTokens = kTokens_, kWK = kWK_, kThreads = kWK * kWarpSize;
   static constexpr int kWarpLeaves = kLeaves / kWK, kLeafBytes = mxfp4_leaf_bytes(kGroups), kChunk = kWarpLeaves * kLeafBytes;
-  // Tiles of tokens share the expansion of a weight. Two are held in registers, further ones in shared memory: so many warps hide one another's waits.
-  static constexpr int kTokenTiles = (kTokens + kTokenTile - 1) / kTokenTile, kHeld = min_of(kTokenTiles, 2);
+  static constexpr int kTokenTiles = (kTokens + kTokenTile - 1) / kTokenTile;   // they share the expansion of a weight
   static constexpr int kSlots = max_of(1, min_of(kWarpSize, kRing_ / (kWK * kChunk)));
   static constexpr int kTokenStride = kTileRows + 4, kPartial = kTokens * kTokenStride;   // floats
-  static constexpr int kBuffers = kTokenTiles > 1 ? 1 : 2;                                // units whose leaf sums are on their way
+  static constexpr int kBuffers = 2;                                                      // units whose leaf sums are on their way
   static constexpr int kBarrierAt = kWK * kSlots * kChunk, kStoredAt = kBarrierAt + kWK * kSlots * 8;
   static constexpr int kPartialAt = aligned16(kStoredAt + 2 * kBuffers * 8);
   static constexpr int kListAt = kPartialAt + aligned16(max_of(kBuffers * 2 * kWK * kPartial * 4, kScratch_));
-  static constexpr int kFurtherAt = kListAt + aligned16(sizeof(List));
-  static constexpr int kSmem = kFurtherAt + (kTokenTiles - kHeld) * kWK * kGroups * kWarpSize * 16;
+  static constexpr int kSmem = kListAt + sizeof(List);
   static_assert(kWarpLeaves * kWK == kLeaves, "warps take equal runs of leaves");
-  static_assert(kTokenTiles == 1 || kWarpLeaves == 1, "of several tiles of tokens a warp has one leaf");
+  static_assert(kTokenTiles == 1 || kWarpLeaves <= 2, "two leaves are one sum");
 };
 
 // w: [expert][gate tile 0, up tile 0, gate tile 1, ...][leaf]. epilogue(item, row, gate, up): row of the expert's gate or up.
@@ -112,36 +110,22 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
   };
   if (lane_id() < S::kSlots) ring.fill(lane_id(), source(lane_id()));
   __syncwarp();
-  uint4 held[S::kHeld][S::kWarpLeaves * S::kGroups];
-  uint4* further = (uint4*)(smem + S::kFurtherAt) + warp_id() * S::kGroups * kWarpSize + lane_id();   // [tile][warp][group][lane]: each lane reads its own
-  auto tokens_at = [&](int n, int g) { return n < S::kHeld ? held[min_of(n, S::kHeld - 1)][g] : further[((n - S::kHeld) * S::kWK * S::kGroups + g) * kWarpSize]; };
+  uint4 held[S::kTokenTiles][S::kWarpLeaves * S::kGroups];
 #pragma unroll 1
   for (int turn = 0; begin + turn < end; ++turn) {
     const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs, at = entry - list.from;
     const int first = entry_first(list.entry[at]), count = entry_first(list.entry[at + 1]) - first;
     if (turn == 0 || pair == 0) {   // another entry
       // Columns beyond the entry's items are the last item's once more: nobody looks at them.
-      auto from = [&](int n) {
+      K3_UNROLL
+      for (int n = 0; n < S::kTokenTiles; ++n) {
         const u32 row = list.item[first + min_of(n * kTokenTile + lane_id() / 4, count - 1)] / top_k;
-        return (const uint4*)x + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
-      };
-      K3_UNROLL
-      for (int n = S::kHeld; n < S::kTokenTiles; ++n) {
-        uint4 tokens[S::kGroups];
-        const uint4* mine = from(n);
-        K3_UNROLL
-        for (int i = 0; i < S::kGroups; ++i) tokens[i] = load_activations(mine + i * 4);
-        K3_UNROLL
-        for (int i = 0; i < S::kGroups; ++i) further[((n - S::kHeld) * S::kWK * S::kGroups + i) * kWarpSize] = scale_tokens(tokens[i]);
-      }
-      K3_UNROLL
-      for (int n = 0; n < S::kHeld; ++n) {
-        const uint4* mine = from(n);
+        const uint4* mine = (const uint4*)x + (row * u32(stride) + warp_id() * S::kWarpLeaves * S::kGroups * 32) / 8 + lane_id() % 4;
         K3_UNROLL
         for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = load_activations(mine + i * 4);
       }
       K3_UNROLL
-      for (int n = 0; n < S::kHeld; ++n)
+      for (int n = 0; n < S::kTokenTiles; ++n)
         K3_UNROLL
         for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = scale_tokens(held[n][i]);
     }
@@ -155,19 +139,35 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       const u8* next = source(k + S::kSlots);
       const u8* weights = ring.take(k);
       float* to = partial + (t * S::kWK + warp_id()) * S::kPartial + lane_id() / 4;
-      if constexpr (S::kTokenTiles == 1) mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[0], weights, held[0]);
-      else mxfp4_of_tiles<S::kGroups>(sum, weights, tokens_at, (count + kTokenTile - 1) / kTokenTile);
-      __syncwarp();
-      if (lane_id() == 0) ring.fill(k + S::kSlots, next);
-      if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
-      K3_UNROLL
-      for (int n = 0; n < S::kTokenTiles; ++n) {
-        if (n && count <= n * kTokenTile) break;
+      auto put = [&](bool add) {
         K3_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const int token = n * kTokenTile + lane_id() % 4 * 2 + i % 2;
-          if (token < S::kTokens) to[token * S::kTokenStride + i / 2 * 8] = sum[n][i];
+        for (int n = 0; n < S::kTokenTiles; ++n) {
+          if (n && count <= n * kTokenTile) break;
+          K3_UNROLL
+          for (int i = 0; i < 4; ++i) {
+            const int token = n * kTokenTile + lane_id() % 4 * 2 + i % 2;
+            float& at = to[token * S::kTokenStride + i / 2 * 8];
+            if (token < S::kTokens) at = add ? at + sum[n][i] : sum[n][i];
+          }
         }
+      };
+      if constexpr (S::kTokenTiles == 1) {
+        mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[0], weights, held[0]);
+        __syncwarp();
+        if (lane_id() == 0) ring.fill(k + S::kSlots, next);
+        if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
+        put(false);
+      } else {   // x fills the registers: the first leaf's sums wait for the second's in shared memory
+        const int tiles = (count + kTokenTile - 1) / kTokenTile;
+        mxfp4_of_tiles<S::kGroups, 0>(sum, weights, held, tiles);
+        if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
+        put(false);
+        if constexpr (S::kWarpLeaves > 1) {
+          mxfp4_of_tiles<S::kGroups, 1>(sum, weights, held, tiles);
+          put(true);
+        }
+        __syncwarp();
+        if (lane_id() == 0) ring.fill(k + S::kSlots, next);
       }
     }
     __syncwarp();

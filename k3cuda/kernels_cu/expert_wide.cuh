@@ -122,7 +122,7 @@ K3_DEVICE void expert_items(const u8* w, int tiles, const bf16* x, int stride, c
         const u8* weights = slots + slot * S::kChunk + t * S::kLeafBytes;
         float sum[S::kTokenTiles][4];
         if constexpr (S::kTokenTiles == 1) mxfp4_leaf<S::kGroups>(sum[0], weights, held[0]);
-        else mxfp4_of_tiles<S::kGroups>(sum, weights, [&](int n, int g) { return held[n][g]; }, token_tiles);
+        else mxfp4_of_tiles<S::kGroups, 0>(sum, weights, held, token_tiles);
         const int tile = first + part * S::kPair + t;
         K3_UNROLL
         for (int n = 0; n < S::kTokenTiles; ++n)

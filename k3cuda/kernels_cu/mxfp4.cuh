@@ -63,9 +63,9 @@ K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x) {
 template <int kGroups>
 K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x) { mxfp4_leaf_with<kGroups>(sum, leaf, [&](int g) { return x[g]; }); }
 
-// The same against the first kTiles tiles of tokens, of which x(tile, group) is 32 values: every weight is expanded once.
-template <int kGroups, int kTiles, int kTokenTiles, class X>
-K3_DEVICE void mxfp4_leaf_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaf, X&& x) {
+// The same against the first kTiles tiles of tokens: every weight is expanded once. x: from kFirst on, this leaf's.
+template <int kGroups, int kFirst, int kTiles, int kTokenTiles, int kX>
+K3_DEVICE void mxfp4_leaf_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaf, const uint4 (&x)[kTokenTiles][kX]) {
   const uint4* words = (const uint4*)leaf + lane_id();
   const uint2* scales = (const uint2*)(leaf + kGroups * 256) + lane_id() / 4;
   K3_UNROLL
@@ -83,13 +83,10 @@ K3_DEVICE void mxfp4_leaf_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaf,
     const uint4 first = expand_mxfp4(g % 2 ? w.z : w.x), second = expand_mxfp4(g % 2 ? w.w : w.y);
     const float low = scale_factor(exponents.x, g % 4), high = scale_factor(exponents.y, g % 4);
     float c[kTiles][4] = {};
-    uint4 tokens[kTiles];
     K3_UNROLL
-    for (int n = 0; n < kTiles; ++n) tokens[n] = x(n, g);
+    for (int n = 0; n < kTiles; ++n) mma(c[n], first, x[n][kFirst + g].x, x[n][kFirst + g].y);
     K3_UNROLL
-    for (int n = 0; n < kTiles; ++n) mma(c[n], first, tokens[n].x, tokens[n].y);
-    K3_UNROLL
-    for (int n = 0; n < kTiles; ++n) mma(c[n], second, tokens[n].z, tokens[n].w);
+    for (int n = 0; n < kTiles; ++n) mma(c[n], second, x[n][kFirst + g].z, x[n][kFirst + g].w);
     K3_UNROLL
     for (int n = 0; n < kTiles; ++n) {
       sum[n][0] = fmaf(c[n][0], low, sum[n][0]);
@@ -100,14 +97,14 @@ K3_DEVICE void mxfp4_leaf_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaf,
   }
 }
 
-// A leaf of one tile against the first `tiles` tiles of tokens, at least one. Each number has code of its own: branches inside would keep
+// Leaf kLeaf of one tile against the first `tiles` tiles of tokens, at least one. Each number has code of its own: branches inside would keep
 // one tile's products from hiding another's.
-template <int kGroups, int kTiles = 1, int kTokenTiles, class X>
-K3_DEVICE void mxfp4_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaf, X&& x, int tiles) {
+template <int kGroups, int kLeaf, int kTiles = 1, int kTokenTiles, int kX>
+K3_DEVICE void mxfp4_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaves, const uint4 (&x)[kTokenTiles][kX], int tiles) {
   if constexpr (kTiles < kTokenTiles) {
-    if (tiles > kTiles) return mxfp4_of_tiles<kGroups, kTiles + 1>(sum, leaf, x, tiles);
+    if (tiles > kTiles) return mxfp4_of_tiles<kGroups, kLeaf, kTiles + 1>(sum, leaves, x, tiles);
   }
-  mxfp4_leaf_of_tiles<kGroups, kTiles>(sum, leaf, x);
+  mxfp4_leaf_of_tiles<kGroups, kLeaf * kGroups, kTiles>(sum, leaves + kLeaf * mxfp4_leaf_bytes(kGroups), x);
 }
 
 // Leaves kFirst onward of one tile, neighbours added first.

@@ -127,10 +127,10 @@ struct ListMaker {
   }
 };
 
-// With several tiles of tokens one block, a warp a leaf, has the multiprocessor for itself.
+// With several tiles of tokens one block has the registers of the multiprocessor for itself.
 struct expert_up : StageDefaults {
-  static constexpr int kWarps = min_of(kExpertW13Leaves, kManyTiles ? 16 : 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
-  static constexpr int kResident = kManyTiles ? 1 : 2, kBlocks = kResident * kSms, kRing = (kManyTiles ? 92 : 62) * 1024;
+  static constexpr int kWarps = min_of(kExpertW13Leaves, 8), kThreads = kWarps * kWarpSize, kTilePairs = tiles_of(kOwnMoeIntermediateSize);
+  static constexpr int kResident = kManyTiles ? 1 : 2, kBlocks = kResident * kSms, kRing = (kManyTiles ? 124 : 62) * 1024;
   static constexpr int kMostEntries = min_of(kMaxItems, kNumExperts + kMaxItems / kStepEntryTokens);
   template <bool kIsSlice, class Unused = void>
   struct Entries {   // all of them, made here

@@ -16,8 +16,8 @@ MOST = 96   # of 18 warps five are in one of the four parts of a multiprocessor
 
 
 @pytest.mark.parametrize("arch", cuda_jit.ARCHS)
-@pytest.mark.parametrize("rows", [1, 8])
-def test_a_step_compiles_without_spills(arch, rows):
-    """All kinds of phases: what one of them keeps in registers beyond its phases, the others lack."""
-    program = step_program(PLAN, rows, Grid(cluster=2), cache=1, rank_parts=TP)
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (8, 1), (1, TP)])
+def test_a_step_compiles_without_spills(arch, rows, ranks):
+    """All kinds of phases: what one of them keeps in registers beyond its phases, the others lack. Of one rank alone, and of one among others."""
+    program = step_program(PLAN, rows, Grid(cluster=2), cache=1, rank_parts=TP, ranks=ranks)
     assert cuda_jit.compile_cuda(ls.source(program), arch, strict=True).resources()["product_chain"].registers <= MOST

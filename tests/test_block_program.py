@@ -125,6 +125,9 @@ def test_no_value_looks_as_if_it_were_not_there(tmp_path):
     """F32 as stored, but for the one value whose bits say so: its neighbour. BF16 without -0."""
     library = host.build("""#define K3_POLL 0
 #define K3_PROBED 0
+#define K3_RANKS 1
+#define K3_RANKS_HERE 1
+#define K3_SCOPE "gpu"
 #include "launch_exchange.cuh"
 extern "C" __global__ void pack(const float* v, uint4* floats, uint4* halves) {
   const int lane = threadIdx.x;

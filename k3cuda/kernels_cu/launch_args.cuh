@@ -62,8 +62,8 @@ struct LaunchKinds {
 };
 
 // Of a consumer warp, between phases: where the next one's words stand and those of the last one that it began, the block's copies before it, units
-// that its groups finished with other blocks, the next one's number.
-struct ConsumerCounts { u32 at, began, copies, turns, expert_turns; int phase; };
+// that its groups finished with other blocks, the next one's number, and whether that is a product whose input is here.
+struct ConsumerCounts { u32 at, began, copies, turns, expert_turns; int phase, has_input; };
 
 // What a kind of phase counts on: its kCounting, copies alone where it has none.
 template <class K> constexpr LaunchCounting counting_of(decltype(K::kCounting)*) { return K::kCounting; }

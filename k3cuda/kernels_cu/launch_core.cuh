@@ -329,14 +329,12 @@ struct LaunchBlock : LaunchRanks<S> {
         decltype(kind)::consume(*this, p, phase);
         end_counting<decltype(kind)>();
       });
-      LaunchBlock(smem + unknown_zero()).finish();   // which finds everything anew: some kinds want all registers
+      if (!geometry(ProgramPhase(at)).leaves) stamp(phase, kUnitsDone, me.lane == 0);
     } else if (me.thread() == 0) state.received = phase + 1;
   }
-  // What is left of the phase that this warp began last: a product's units.
-  K3_DEVICE void finish() const {
-    const ProgramPhase p(pages.words(kept().began));
-    const int phase = kept().phase - 1;
-    if (geometry(p).leaves) LaunchUnits<LaunchBlock>(*this, p, phase).run();
+  // What is left of a product's phase when its input is here.
+  K3_DEVICE void units(const u32* at, int phase) const {
+    LaunchUnits<LaunchBlock>(*this, ProgramPhase(at), phase).run();
     stamp(phase, kUnitsDone, me.lane == 0);
   }
 };
@@ -347,16 +345,28 @@ K3_DEVICE void launch_consume(u8* smem) {
   if (lane_id() == 0) *(ConsumerCounts*)(smem + S::kCountsAt + warp_id() * sizeof(ConsumerCounts)) = {S::Pages::kFirst, S::Pages::kFirst};
   __syncwarp();
 #pragma unroll 1
-  for (;;) {
+  for (;;) {   // a turn a phase; a product's units have one of their own, so that they keep no registers through all kinds of inputs
     LaunchBlock<S> block(smem + unknown_zero());
     const int phase = block.kept().phase;
     if (phase >= block.a.phases) return;
-    const u32 at = block.pages.turned(block.kept().at, block.a.watch, phase);
-    const u32* words = block.pages.words(at);
-    __syncwarp();
-    if (block.me.lane == 0) block.kept().began = at, block.kept().at = block.pages.behind(ProgramPhase(words), at), block.kept().phase = phase + 1;
-    __syncwarp();
-    block.consume(words, phase);
+    u32 at = block.kept().began;
+    if (block.kept().has_input) {
+      block.units(block.pages.words(at), phase);
+      __syncwarp();
+      if (const Me again; again.lane == 0) block.kept_anew(again).has_input = 0, ++block.kept_anew(again).phase;
+    } else {
+      at = block.pages.turned(block.kept().at, block.a.watch, phase);
+      const u32* words = block.pages.words(at);
+      const ProgramPhase p(words);
+      const bool is_product = p.units && block.geometry(p).leaves;
+      __syncwarp();
+      if (block.me.lane == 0) {
+        ConsumerCounts& k = block.kept();
+        k.began = at, k.at = block.pages.behind(p, at), k.has_input = is_product, k.phase = phase + !is_product;
+      }
+      __syncwarp();
+      block.consume(words, phase);
+    }
     __syncwarp();
   }
 }

@@ -31,30 +31,31 @@ struct LaunchRanks {
   // All threads, before the first phase: no rank is a launch behind.
   K3_DEVICE void enter() const {
     if constexpr (kRanksAway) {
-      const u64 meeting = 2 * launches() + 1;
-      if (const int i = Me().thread(); rank_block() == 0 && i < K3_RANKS) raise_to(&peer(i).counts->met_by[a.rank], meeting);
-      if (Me().thread() == 0) meet(meeting, a.watch.meet, 0);
+      if (Me().warp == 0) meet(2 * launches() + 1, rank_block() == 0, a.watch.meet, 0);
       __syncthreads();
     }
   }
-  // All threads, behind the last phase: who is the last of its rank waits for the others, whose results have come then.
+  // All threads, behind the last phase: the last block of a rank waits for the others, whose results have come then.
   K3_DEVICE void leave() const {
     __syncthreads();
-    if (Me().thread()) return;
-    const u64 before = ended_counted(&a.counts->ended), launch = before / rank_blocks();
-    if (before + 1 != (launch + 1) * rank_blocks()) return;
-#pragma unroll 1
-    for (int i = 0; i < K3_RANKS; ++i) raise_to(&peer(i).counts->met_by[a.rank], 2 * launch + 2);
-    meet(2 * launch + 2, a.watch.limit, a.phases - 1);
+    if (Me().warp) return;
+    const u64 before = Me().lane ? 0 : ended_counted(&a.counts->ended), launch = before / rank_blocks();
+    const bool last = __any_sync(kFullWarp, Me().lane == 0 && before + 1 == (launch + 1) * rank_blocks());
+    __syncwarp();   // behind what the other blocks have done
+    if (last) meet(2 * __shfl_sync(kFullWarp, launch, 0) + 2, true, a.watch.limit, a.phases - 1);
   }
-  // One thread, when no janitor is there to speak for it: until all ranks have come to a meeting.
-  K3_DEVICE void meet(u64 meeting, u32 limit, int phase) const {
-    const Watch watch{a.watch.failed, a.watch.trouble, a.watch.late, limit, 0};
-#pragma unroll 1
-    for (int rank = 0; rank < K3_RANKS; ++rank)
-      for (Spin spin; rank_seen(&a.counts->met_by[rank]) < meeting;) {
-        spin.turn(watch, kWaitRank, phase, rank);
-        if (watch.is_late()) watch.fail();
+  // A warp, a lane a rank, when no janitor is there to speak for it: until all have come to a meeting, to which this one comes where it `tells`.
+  K3_DEVICE void meet(u64 meeting, bool tells, u32 limit, int phase) const {
+    if (Me().lane < K3_RANKS) {
+      if (tells) raise_to(&peer(Me().lane).counts->met_by[a.rank], meeting);
+      const u32 start = spin_clock();
+      while (rank_seen(&a.counts->met_by[Me().lane]) < meeting) {
+        pause_ns(64);
+        if (spin_clock() - start <= limit) continue;
+        *a.watch.late = {kWaitRank, 0, u32(phase), u32(Me().lane)};
+        a.watch.fail();
       }
+    }
+    __syncwarp();
   }
 };

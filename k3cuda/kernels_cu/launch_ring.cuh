@@ -10,7 +10,7 @@
 constexpr int kConsumers = 16;                                   // warps; behind them the producers' and the janitor's
 constexpr u32 kTakePause = 300;                                   // nanoseconds between two looks at a copy that is not issued, a microsecond before it lands
 constexpr int kAllConsumers = 15;                                 // the barrier where they all meet; groups of them have 1 to 8
-constexpr int kProducers = 2, kJanitor = kConsumers + kProducers, kLaunchThreads = (kJanitor + 1) * kWarpSize;
+constexpr int kProducers = 3, kJanitor = kConsumers + kProducers, kLaunchThreads = (kJanitor + 1) * kWarpSize;
 
 // What a wait waits for. `detail` says which copy, vector, round or turn, but is 0 where all registers are taken and a number kept for it would
 // spill: kWaitClean, and kWaitVector of LaunchAdd.
@@ -155,7 +155,16 @@ K3_DEVICE u32 unknown_zero() {
 // A launch may have several ranks (K3_RANKS_HERE, which launch_source.py defines), groups of as many blocks behind one another. Blocks of this one's
 // rank, and this block's number in it.
 K3_DEVICE u32 rank_blocks() { return gridDim.x / K3_RANKS_HERE; }
-K3_DEVICE u32 rank_block() { return K3_RANKS_HERE > 1 ? blockIdx.x % rank_blocks() : blockIdx.x; }
+K3_DEVICE u32 own_block() {   // asked for where it is used, as in Me
+#ifdef K3_HOST_SHIM
+  return blockIdx.x;
+#else
+  u32 n;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(n));
+  return n;
+#endif
+}
+K3_DEVICE u32 rank_block() { return K3_RANKS_HERE > 1 ? own_block() % rank_blocks() : own_block(); }
 // The first, asked for where it is used: else it is kept through all of the launch.
 K3_DEVICE int blocks_of_rank() {
 #ifdef K3_HOST_SHIM

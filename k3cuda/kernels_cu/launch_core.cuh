@@ -205,6 +205,9 @@ struct LaunchBlock : LaunchRanks<S> {
   }
 
   // ---- what kinds of phases are made of ----
+  // The phase that this warp began last, and its number while it works on what is not a product: found anew where a kind wants all registers.
+  K3_DEVICE ProgramPhase now() const { return ProgramPhase(pages.words(kept().began)); }
+  K3_DEVICE int phase_now() const { return kept().phase - 1; }
   K3_DEVICE Consumers team() const { return {me}; }
   K3_DEVICE int part() const { return rank; }
   K3_DEVICE const LaunchLink& link(const ProgramPhase& p) const { return a.links[p.kind]; }

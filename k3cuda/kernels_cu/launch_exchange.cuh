@@ -38,6 +38,10 @@ inline uint4 load_exchange(const uint4* p) {
   const u32* w = (const u32*)p;
   return {__atomic_load_n(w, __ATOMIC_ACQUIRE), __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), __atomic_load_n(w + 2, __ATOMIC_ACQUIRE), __atomic_load_n(w + 3, __ATOMIC_ACQUIRE)};
 }
+inline uint2 load_exchange(const uint2* p) {
+  const u32* w = (const u32*)p;
+  return {__atomic_load_n(w, __ATOMIC_ACQUIRE), __atomic_load_n(w + 1, __ATOMIC_ACQUIRE)};
+}
 inline void store_exchange(uint4* p, const uint4& v) {
   u32* w = (u32*)p;
   for (int i = 0; i < 4; ++i) __atomic_store_n(w + i, (&v.x)[i], __ATOMIC_RELEASE);
@@ -55,6 +59,11 @@ inline void raise_to(u64* p, u64 v) { atomicMax(p, v); }
 K3_DEVICE uint4 load_exchange(const uint4* p) {
   uint4 v;
   asm volatile("ld.relaxed." K3_SCOPE ".global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+K3_DEVICE uint2 load_exchange(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.relaxed." K3_SCOPE ".global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
   return v;
 }
 K3_DEVICE void store_exchange(uint4* p, const uint4& v) {
@@ -125,11 +134,13 @@ K3_DEVICE uint4 pack_floats(float v, int lane) {
 K3_DEVICE f32x4 as_floats(const uint4& v) { return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)}; }
 K3_DEVICE u32 load_exchange(const u32* p) { return load_word(p); }
 K3_DEVICE bool is_there(u32 word) { return word != kNotThere; }
+K3_DEVICE bool is_there(const uint2& v) { return v.x != kNotThere && v.y != kNotThere; }
 
 K3_DEVICE void not_there(uint4& v) { v = {kNotThere, kNotThere, kNotThere, kNotThere}; }
+K3_DEVICE void not_there(uint2& v) { v = {kNotThere, kNotThere}; }
 K3_DEVICE void not_there(u32& v) { v = kNotThere; }
 
-// Asks for the vectors (or F32 words) at(0) ... at(kBatch - 1) with wants(j) until they are there.
+// Asks for the vectors (or pairs or single words of them) at(0) ... at(kBatch - 1) with wants(j) until they are there.
 template <int kBatch, class V, class Wants, class At>
 K3_DEVICE void await_all(V (&v)[kBatch], const Watch& watch, int phase, u32 detail, Wants&& wants, At&& at) {
   K3_UNROLL

@@ -85,12 +85,14 @@ struct LaunchKdaRows {
   }
 
   template <class Block>
-  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
+  static K3_DEVICE void consume(Block& block, const ProgramPhase&, int) {
     block.team().sync();   // all are finished with the phase before
     Room& room = *(Room*)block.x();
-    for (int i = block.me.thread(); i < int(sizeof(KdaMix) / 4); i += Consumers::kThreads) ((u32*)&room.a)[i] = ((const u32*)block.a.weights[phase])[i];
+    for (int i = block.me.thread(); i < int(sizeof(KdaMix) / 4); i += Consumers::kThreads) ((u32*)&room.a)[i] = ((const u32*)block.a.weights[block.phase_now()])[i];
 #pragma unroll 1
-    for (int u = 0; u < p.units; ++u) {
+    for (int u = 0; u < block.now().units; ++u) {
+      const ProgramPhase p = block.now();
+      const int phase = block.phase_now();
       block.team().sync();
       const int first = p.tiles[u] / kHeads, head = p.tiles[u] % kHeads, slot = room.a.row_slot[first];
       if (first > 0 && room.a.row_slot[first - 1] == slot) {
@@ -102,7 +104,7 @@ struct LaunchKdaRows {
       const int state = max_of(slot, 0);   // rows of padding have results too, of anyone's: somebody waits for them
       if (block.me.thread() == 0) room.first = first, room.head = head, room.rows = n, room.slot = state;
       gates(block, p, phase, room, first, head, state, n, u);
-      recur(Block(block.smem + unknown_zero()), p, phase);   // which finds everything anew: the state wants the registers
+      recur(Block(block.smem + unknown_zero()));   // which finds everything anew: the state wants the registers
     }
   }
 
@@ -136,7 +138,7 @@ struct LaunchKdaRows {
     kda_l2norm<S>(a, m, head, 0, first, n, team);
   }
   template <class Block>
-  static K3_DEVICE void recur(const Block& block, const ProgramPhase& p, int phase) {
+  static K3_DEVICE void recur(const Block& block) {
     const Consumers team = block.team();
     Room& room = *(Room*)block.x();
     {
@@ -149,7 +151,8 @@ struct LaunchKdaRows {
     float gate[S::kGates];
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) gate[i] = (&room.gate[0][0])[team.thread() + i * S::kThreads];
-    const int first = room.first, head = room.head;
+    const int first = room.first, head = room.head, phase = block.phase_now();
+    const ProgramPhase p = block.now();
     kda_gated_norm<S>(room.a, room.m, gate, 0, room.rows, 0, [&](int row, int c, float v) {   // a warp is of one row
       block.publish(p, phase, first + row, (head * kDim + c) / 8, pack_vector(v, team.lane()), team.lane() % 8);
     }, team);

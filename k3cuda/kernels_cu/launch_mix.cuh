@@ -154,26 +154,26 @@ struct LaunchMixSums : LaunchMixCode<S, kAheadBlocks | kAheadSum> {
   typedef LaunchMixRoom<S> Room;
   static constexpr int kPartVectors = S::kOwn / 4;
   static constexpr int x_vectors(int, int) { return S::kUnits * sizeof(Room) / 16; }
-  // Sums of up to eight parts, [batch][element].
+  // Sums of up to eight parts, [batch][element]; two elements a thread, since eight whole vectors would fill the registers.
   template <class Block>
   static K3_DEVICE void receive_parts(const Block& block, const ProgramPhase& p, int phase, int row, int own, float* sums) {
-    constexpr int kBatch = 8;
+    constexpr int kBatch = 8, kPairs = S::kOwn / 2;
     const Consumers team;   // of this phase alone, as in launch_kda.cuh
     const int parts = block.geometry(p).parts, batches = parts > kBatch ? 2 : 1;
-    const uint4* from = block.input(p, 0) + row * block.link(p).in[0].row + own / 4;
+    const uint2* from = (const uint2*)(block.input(p, 0) + row * block.link(p).in[0].row + own / 4);
 #pragma unroll 1
-    for (int i = team.thread(); i < batches * S::kVectors; i += S::kThreads) {
-      const uint4* at = from + i / S::kVectors * kBatch * (S::kN / 4) + i % S::kVectors;
-      uint4 v[kBatch] = {};
-      await_all(v, block.a.watch, phase, u32(i), [&](int j) { return j < parts; }, [&](int j) { return at + j * (S::kN / 4); });
-      auto sum = [&](u32 uint4::*word) {   // as tree_sum of so many
+    for (int i = team.thread(); i < batches * kPairs; i += S::kThreads) {
+      const uint2* at = from + i / kPairs * kBatch * (S::kN / 2) + i % kPairs;
+      uint2 v[kBatch] = {};
+      await_all(v, block.a.watch, phase, u32(i), [&](int j) { return j < parts; }, [&](int j) { return at + j * (S::kN / 2); });
+      auto sum = [&](u32 uint2::*word) {   // as tree_sum of so many
         float part[kBatch];
         K3_UNROLL
         for (int j = 0; j < kBatch; ++j) part[j] = __uint_as_float(v[j].*word);
         const float two = parts > 1 ? part[0] + part[1] : part[0], four = parts > 2 ? two + (part[2] + part[3]) : two;
         return parts > 4 ? four + tree_sum<4>(part + 4, 1) : four;
       };
-      store4(sums + i * 4, {sum(&uint4::x), sum(&uint4::y), sum(&uint4::z), sum(&uint4::w)});
+      sums[i * 2] = sum(&uint2::x), sums[i * 2 + 1] = sum(&uint2::y);
     }
   }
   // c of this thread's elements where the closed blocks lay, nothing where there are none.

@@ -29,7 +29,6 @@ K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int 
   // Where registers are short, four steps at a time: the addresses that mma.sync's columns have in all of them would fill them.
 #ifdef K3_WGMMA
   constexpr int kRun = S::kKSteps;
-  query = __shfl_sync(kFullWarp, query, 0);              // so that the compiler knows: the same in all lanes, so descriptors are uniform registers
 #else
   constexpr int kRun = S::kTight ? 4 : S::kKSteps;
 #endif

@@ -53,58 +53,69 @@ struct LaunchExpertUp {
     block.received(phase);
     const auto& list = block.choice().list;
     const Run run = run_of(list.entries);
-    const int group = block.me.warp / kUnitWarps, own = block.me.warp % kUnitWarps, leaf = own % kTileWarps * kWarpLeaves;
-    const uint4* x = shared + leaf * kGroups * S::kTokens * 4 + block.me.lane % 4;
-    u32 copy = block.take_copies((run.end - run.begin) * kUnitCopies) + group * kUnitCopies + own / kTileWarps * kTileCopies + leaf / kCopyLeaves;
+    const int group = block.me.warp / kUnitWarps, own = block.me.warp % kUnitWarps;
+    u32 copy = block.take_copies((run.end - run.begin) * kUnitCopies) + group * kUnitCopies + own / kTileWarps * kTileCopies + own % kTileWarps * kWarpLeaves / kCopyLeaves;
     u32& turns = block.counts.expert_turns;
 #pragma unroll 1
-    for (int u = run.begin + group; u < run.end; u += kUnits, copy += kUnits * kUnitCopies, ++turns) {
-      block.stress(phase, turns);
+    for (int u = run.begin + group; u < run.end; u += kUnits, copy += kUnits * kUnitCopies, ++turns) unit(Block(block.smem + unknown_zero()), u, copy, turns);
+  }
+
+  // Unit `u`, whose copy for this warp is `copy`, in turn `turn`; finds everything else anew: expansion wants the registers.
+  template <class Block>
+  static K3_DEVICE void unit(const Block& block, int u, u32 copy, u32 turn) {
+    typedef typename Block::Shape S;
+    const auto& list = block.choice().list;
+    block.stress(block.phase_now(), turn);
+    float c[4] = {};   // what is added to zero here is never -0
+    {
+      const int leaf = block.me.warp % kTileWarps * kWarpLeaves;
       // Columns beyond the entry's items are the last item's once more: nobody looks at them.
-      const uint4* mine = x + list.item[min_of(entry_first(list.entry[u / kPairs]) + block.me.lane / 4, entry_first(list.entry[u / kPairs + 1]) - 1)] / S::kTopK * 4;
-      const u8* w = block.ring.take(copy, block.a.watch, phase) + leaf % kCopyLeaves * kLeafBytes;
-      float c[4] = {};   // what is added to zero here is never -0
+      const uint4* x = block.x() + leaf * kGroups * S::kTokens * 4 + block.me.lane % 4
+                       + list.item[min_of(entry_first(list.entry[u / kPairs]) + block.me.lane / 4, entry_first(list.entry[u / kPairs + 1]) - 1)] / S::kTopK * 4;
+      const u8* w = block.ring.take(copy, block.a.watch, block.phase_now()) + leaf % kCopyLeaves * kLeafBytes;
 #pragma unroll 1
       for (int pair = 0; pair < kWarpLeaves; pair += 2) {
         float both[4] = {};
 #pragma unroll 1
         for (int i = pair; i < min_of(pair + 2, kWarpLeaves); ++i) {   // neither is unrolled: all x at once would take too many registers
           float sum[4];
-          mxfp4_leaf_with<kGroups>(sum, w + i * kLeafBytes, [&](int g) { return mine[(i * kGroups + g) * S::kTokens * 4]; });
+          mxfp4_leaf_with<kGroups>(sum, w + i * kLeafBytes, [&](int g) { return x[(i * kGroups + g) * S::kTokens * 4]; });
           K3_UNROLL
           for (int j = 0; j < 4; ++j) both[j] += sum[j];
         }
         K3_UNROLL
         for (int j = 0; j < 4; ++j) c[j] += both[j];
       }
-      block.ring.give(copy, kConsumers * kWarpLeaves / kCopyLeaves, block.me);
-      met(block, block.added(group, turns), turns / 2 & 1 ^ 1, phase, turns);
-      float* partial = block.partial(turns) + group * kUnitWarps * S::kTokens * kSumStride;   // [tile][warp][token][row]
-      const Me me;   // again: not kept meanwhile
-      K3_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int token = me.lane % 4 * 2 + i % 2, row = me.lane / 4 + i / 2 * 8;
-        if (token < S::kTokens) partial[(own * S::kTokens + token) * kSumStride + row] = c[i];
-      }
-      arrive(block, block.stored(group, turns));
-      const int first = entry_first(list.entry[u / kPairs]), count = entry_first(list.entry[u / kPairs + 1]) - first;   // again: not kept meanwhile
-      // As many warps as a unit has values for finish it, other ones each time.
-      const int thread = (own + turns) % kUnitWarps * kWarpSize + block.me.lane;
-      if constexpr (kParts == 1) finish(block, p, phase, partial, thread, group, turns, u, first, count);
-      else {
-        tell(block, phase, partial, thread, group, turns, count);
-        hear(block, p, phase, thread, group, turns, u, first, count);
-      }
+    }
+    block.ring.give(copy, kConsumers * kWarpLeaves / kCopyLeaves, block.me);
+    const Me me;   // again: not kept meanwhile
+    const int group = me.warp / kUnitWarps, own = me.warp % kUnitWarps, phase = block.phase_now();
+    met(block, block.added(group, turn), turn / 2 & 1 ^ 1, phase, turn);
+    float* partial = block.partial(turn) + group * kUnitWarps * S::kTokens * kSumStride;   // [tile][warp][token][row]
+    K3_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int token = me.lane % 4 * 2 + i % 2, row = me.lane / 4 + i / 2 * 8;
+      if (token < S::kTokens) partial[(own * S::kTokens + token) * kSumStride + row] = c[i];
+    }
+    arrive(block, block.stored(group, turn));
+    const int first = entry_first(list.entry[u / kPairs]), count = entry_first(list.entry[u / kPairs + 1]) - first;   // again: not kept meanwhile
+    // As many warps as a unit has values for finish it, other ones each time.
+    const int thread = (own + turn) % kUnitWarps * kWarpSize + me.lane;
+    const ProgramPhase p = block.now();
+    if constexpr (kParts == 1) finish(block, p, phase, partial, thread, group, turn, u, first, count);
+    else {
+      tell(block, phase, partial, thread, group, turn, count);
+      hear(block, p, phase, thread, group, turn, u, first, count);
     }
   }
 
   // Warps of a group meet: all have arrived at `bar`, for the time of which `parity` tells.
   template <class Block>
-  static K3_DEVICE void met(Block& block, u64* bar, u32 parity, int phase, u32 turn) {
+  static K3_DEVICE void met(const Block& block, u64* bar, u32 parity, int phase, u32 turn) {
     for (Spin spin; !barrier_try(bar, parity);) spin.turn(block.a.watch, kWaitLeafSums, phase, turn);
   }
   template <class Block>
-  static K3_DEVICE void arrive(Block& block, u64* bar) {
+  static K3_DEVICE void arrive(const Block& block, u64* bar) {
     __syncwarp();
     if (block.me.lane == 0) barrier_arrive_times(bar, kConsumers / kUnitWarps);
   }
@@ -116,13 +127,13 @@ struct LaunchExpertUp {
   }
   // A whole warp: eight lanes have a vector of unit `u`, half `half` of the rows of its item `item`, whose items begin at `first`.
   template <class Block>
-  static K3_DEVICE void activate(Block& block, const ProgramPhase& p, int phase, int u, int first, int item, int half, float gate, float up, bool live, int lane) {
+  static K3_DEVICE void activate(const Block& block, const ProgramPhase& p, int phase, int u, int first, int item, int half, float gate, float up, bool live, int lane) {
     const uint4 v = pack_vector(situ(gate, up, block.a.situ_beta, block.a.situ_linear_beta), not_before_here(block.me.lane));
     if (live) block.publish(p, phase, block.choice().list.item[first + item], u % kPairs * 2 + half, v, lane);
   }
 
   template <class Block>
-  static K3_DEVICE void finish(Block& block, const ProgramPhase& p, int phase, const float* partial, int thread, int group, u32 turn, int u, int first, int count) {
+  static K3_DEVICE void finish(const Block& block, const ProgramPhase& p, int phase, const float* partial, int thread, int group, u32 turn, int u, int first, int count) {
     constexpr int kTokens = Block::Shape::kTokens;
     const int live = count * kTileRows;
     if (thread - block.me.lane < live) {
@@ -140,7 +151,7 @@ struct LaunchExpertUp {
   // As in launch_product.cuh, but a block hears at once: other groups work meanwhile. Who sends for a unit has heard all of the one before, whose
   // senders had heard all of the one before that, so two inboxes are enough. Inbox: [tile][source][own vector][8].
   template <class Block>
-  static K3_DEVICE void tell(Block& block, int phase, const float* partial, int thread, int group, u32 turn, int count) {
+  static K3_DEVICE void tell(const Block& block, int phase, const float* partial, int thread, int group, u32 turn, int count) {
     constexpr int kTokens = Block::Shape::kTokens, kMost = max_of(2 * kTokens, kParts) / kParts;   // vectors of a block
     static_assert(kParts == Block::Shape::kCluster && kUnits <= 2 * kParts, "a unit is of a whole cluster, and every group has its inboxes");
     const int at = inbox_at(group, turn), rank = block.part(), vectors = max_of(2 * count, kParts);
@@ -159,7 +170,7 @@ struct LaunchExpertUp {
     arrive(block, block.added(group, turn));
   }
   template <class Block>
-  static K3_DEVICE void hear(Block& block, const ProgramPhase& p, int phase, int thread, int group, u32 turn, int u, int first, int count) {
+  static K3_DEVICE void hear(const Block& block, const ProgramPhase& p, int phase, int thread, int group, u32 turn, int u, int first, int count) {
     constexpr int kMost = max_of(2 * Block::Shape::kTokens, kParts) / kParts;
     const int at = inbox_at(group, turn), values = own_vectors(count, block.part()) * 8;
     if (thread - block.me.lane >= values) return;

@@ -228,28 +228,39 @@ struct LaunchMixSums : LaunchMixCode<S, kAheadBlocks | kAheadSum> {
       keep_mixture(block, p, phase, slice, m, team);
       receive_parts(block, p, phase, slice.row, slice.own, parts);
       team.sync();
-      if (u + 1 == p.units) block.received(phase);
-      K3_UNROLL
-      for (int i = 0; i < S::kPer; ++i) {
-        const int e = team.thread() + i * S::kThreads;
-        float joined = parts[min_of(e, S::kOwn - 1)];
-        if (block.geometry(p).parts > 8) joined += parts[S::kOwn + min_of(e, S::kOwn - 1)];
-        if (slice.a.hidden) joined += before[i];
-        if constexpr (kLast) leave(block, p, phase, slice, e, joined, kJoined, team);
-        if (e >= S::kOwn) continue;
-        m.source[0][e] = joined;
-        keep_prefix(slice.a, slice.at() + e, joined);
-        slice.leave_tap(block.geometry(p), e, joined);
-      }
-      for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
-      team.sync();
-      prefix_sums<S>(m.source, m.score, slice.mix, [&](int leaf, int which, float sum) {
-        if (team.lane() == 0) m.own[leaf][which] = sum;
-      }, team);
-      team.sync();
-      if (const int leaf = team.thread(); leaf < S::kOwnLeaves)
-        block.publish(p, phase, slice.row, slice.own / S::kLeaf + leaf, floats_vector(m.own[leaf]), 0, 0, 1);
+      join(Block(block.smem + unknown_zero()), u, before);   // which finds everything anew: what waits for the parts wants the registers
     }
+  }
+  // Slice `u` of the block, whose parts are here. before: this thread's elements of the prefix sum.
+  template <class Block>
+  static K3_DEVICE void join(const Block& block, int u, const float (&before)[S::kPer]) {
+    const Consumers team = block.team();
+    const ProgramPhase p = block.now();
+    const int phase = block.phase_now();
+    if (u + 1 == p.units) block.received(phase);
+    const LaunchSlice<S> slice(block, p, phase, p.tiles[u]);
+    Room* rooms = (Room*)block.x();
+    Room& m = rooms[u];
+    const float* parts = (const float*)(rooms + S::kUnits);
+    K3_UNROLL
+    for (int i = 0; i < S::kPer; ++i) {
+      const int e = team.thread() + i * S::kThreads;
+      float joined = parts[min_of(e, S::kOwn - 1)];
+      if (block.geometry(p).parts > 8) joined += parts[S::kOwn + min_of(e, S::kOwn - 1)];
+      if (slice.a.hidden) joined += before[i];
+      if constexpr (kLast) leave(block, p, phase, slice, e, joined, kJoined, team);
+      if (e >= S::kOwn) continue;
+      m.source[0][e] = joined;
+      keep_prefix(slice.a, slice.at() + e, joined);
+      slice.leave_tap(block.geometry(p), e, joined);
+    }
+    for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
+    team.sync();
+    prefix_sums<S>(m.source, m.score, slice.mix, [&](int leaf, int which, float sum) {
+      if (team.lane() == 0) m.own[leaf][which] = sum;
+    }, team);
+    team.sync();
+    if (const int leaf = team.thread(); leaf < S::kOwnLeaves) block.publish(p, phase, slice.row, slice.own / S::kLeaf + leaf, floats_vector(m.own[leaf]), 0, 0, 1);
   }
 };
 

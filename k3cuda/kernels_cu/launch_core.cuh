@@ -336,9 +336,9 @@ struct LaunchBlock : LaunchRanks<S> {
     } else if (me.thread() == 0) state.received = phase + 1;
   }
   // What is left of a product's phase when its input is here.
-  K3_DEVICE void units(const u32* at, int phase) const {
-    LaunchUnits<LaunchBlock>(*this, ProgramPhase(at), phase).run();
-    stamp(phase, kUnitsDone, me.lane == 0);
+  K3_DEVICE void units() const {
+    LaunchUnits<LaunchBlock>(*this).run();
+    stamp(kept().phase, kUnitsDone, me.lane == 0);
   }
 };
 
@@ -352,13 +352,12 @@ K3_DEVICE void launch_consume(u8* smem) {
     LaunchBlock<S> block(smem + unknown_zero());
     const int phase = block.kept().phase;
     if (phase >= block.a.phases) return;
-    u32 at = block.kept().began;
     if (block.kept().has_input) {
-      block.units(block.pages.words(at), phase);
+      block.units();
       __syncwarp();
       if (const Me again; again.lane == 0) block.kept_anew(again).has_input = 0, ++block.kept_anew(again).phase;
     } else {
-      at = block.pages.turned(block.kept().at, block.a.watch, phase);
+      const u32 at = block.pages.turned(block.kept().at, block.a.watch, phase);
       const u32* words = block.pages.words(at);
       const ProgramPhase p(words);
       const bool is_product = p.units && block.geometry(p).leaves;

@@ -252,7 +252,12 @@ struct LaunchMixSums : LaunchMixCode<S, kAheadBlocks | kAheadSum> {
       if (e >= S::kOwn) continue;
       m.source[0][e] = joined;
       keep_prefix(slice.a, slice.at() + e, joined);
-      slice.leave_tap(block.geometry(p), e, joined);
+    }
+    if (block.geometry(p).taps) {
+      const LaunchSlice<S> again(block, p, phase, p.tiles[u]);   // not kept meanwhile
+      K3_UNROLL
+      for (int i = 0; i < S::kPer; ++i)
+        if (const int e = team.thread() + i * S::kThreads; e < S::kOwn) again.leave_tap(block.geometry(p), e, m.source[0][e]);
     }
     for (int i = team.thread(); i < S::kOwnLeaves * 4; i += S::kThreads) m.own[i / 4][i % 4] = 0;   // what there is no mixture for
     team.sync();

@@ -224,14 +224,16 @@ K3_DEVICE void produce_product(const Block& block, Producer& producer, const Pro
 template <class Block>
 struct LaunchUnits {
   typedef typename Block::Shape S;
-  const Block& block;
-  const ProgramPhase& p;
+  const Block block;
+  const ProgramPhase p;
   const int phase, shift, leaves, leaf, group;   // shift: logarithm of the leaves
   const bool is_shared;
 
-  K3_DEVICE LaunchUnits(const Block& b, const ProgramPhase& at, int n)
-      : block(b), p(at), phase(n), shift(b.geometry(at).leaf_shift), leaves(1 << shift), leaf(b.me.warp & (leaves - 1)), group(b.me.warp >> shift),
-        is_shared(S::kCluster > 1 && b.geometry(at).is_shared) {}
+  K3_DEVICE LaunchUnits(const Block& b)
+      : block(b), p(b.now()), phase(b.kept().phase), shift(b.geometry(p).leaf_shift), leaves(1 << shift), leaf(b.me.warp & (leaves - 1)), group(b.me.warp >> shift),
+        is_shared(S::kCluster > 1 && b.geometry(p).is_shared) {}
+  // The same, found anew: chains want the registers.
+  K3_DEVICE LaunchUnits anew() const { return LaunchUnits(Block(block.smem + unknown_zero())); }
 
   K3_DEVICE void run() const {
     const LaunchGeometry& g = block.geometry(p);
@@ -248,12 +250,12 @@ struct LaunchUnits {
         float c[4];
         leaf_chain<S::kTokens>(c, block.ring, copies + u * unit_copies, leaf, x + u * own_x, steps, chunks, copy_shift, next, block.me, block.a.watch, phase);
         store(c, turns);
-        if (is_shared) tell(turns);
+        if (is_shared) anew().tell(turns);
       }
       if (!is_shared) {
-        if (more) finish(turns, u);
+        if (more) anew().finish(turns, u);
       } else {
-        if (before >= 0) finish(turns - 1, before);
+        if (before >= 0) anew().finish(turns - 1, before);
         before = u;
       }
       if (!more) break;

@@ -13,7 +13,7 @@ from k3cuda.weights import LEGAL_TP
 
 ALPHA = 0.05   # that any of all configurations is called another by chance
 CACHES, DRAFTS = ("bf16", "fp8_e4m3"), (None, *DEMO_DRAFTS)
-# Backend, cache, ranks, draft. Virtual ranks have no steps in one launch, so two of them stand for all: they must say so and run as the standard path has it.
+# Backend, cache, ranks, draft. Ranks of one launch are groups of its blocks: two of them stand for all.
 CONFIGURATIONS = [*itertools.product(("standard",), CACHES, LEGAL_TP, DRAFTS), *itertools.product(("latency_specialized",), CACHES, (1,), DRAFTS),
                   ("latency_specialized", "bf16", 2, None)]
 CONTEXT = 2304   # the longest prompt has 2,000 tokens

@@ -74,14 +74,15 @@ K3_DEVICE u32 spin_clock() {
 // One wait: turn() after every look that found nothing.
 struct Spin {
   u32 start = 0, turns = 0;
-  K3_DEVICE void turn(const Watch& w, u32 what, u32 phase, u32 detail) {
+  // times: of the limit. Who waits because of others waits longer, so that these speak first.
+  K3_DEVICE void turn(const Watch& w, u32 what, u32 phase, u32 detail, u32 times = 1) {
 #ifdef K3_HOST_SHIM
     shim_yield();
 #endif
     if (++turns % 1024) return;
     const u32 now = spin_clock();
     if (turns == 1024) start = now;
-    else if (now - start > w.limit) *w.late = {what, u32(Me().warp), phase, detail};
+    else if (now - start > times * w.limit) *w.late = {what, u32(Me().warp), phase, detail};
   }
 };
 
@@ -266,13 +267,13 @@ struct LaunchProducer {
   K3_DEVICE void await_landed(u32 n, int phase) const {
     if (int(n) < 0) return;
     const u32 slot = n % Ring::kSlots;
-    for (Spin spin; ring.issued[slot] == n + 1 && !barrier_try(ring.full + slot, n / Ring::kSlots & 1);) spin.turn(watch, kWaitRoom, phase, n);
+    for (Spin spin; ring.issued[slot] == n + 1 && !barrier_try(ring.full + slot, n / Ring::kSlots & 1);) spin.turn(watch, kWaitRoom, phase, n, 2);
   }
   // Until the copy before `n` in its slot has been there, and has been used up.
   K3_DEVICE void await_room(u32 n, int phase) const {
     if (n < Ring::kSlots) return;
     const u32 slot = n % Ring::kSlots;
-    for (Spin spin; ring.issued[slot] != n + 1 - Ring::kSlots || !barrier_try(ring.empty + slot, n / Ring::kSlots & 1 ^ 1);) spin.turn(watch, kWaitRoom, phase, n);
+    for (Spin spin; ring.issued[slot] != n + 1 - Ring::kSlots || !barrier_try(ring.empty + slot, n / Ring::kSlots & 1 ^ 1);) spin.turn(watch, kWaitRoom, phase, n, 2);
   }
 
   K3_DEVICE void copies(int phase) {

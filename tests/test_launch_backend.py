@@ -135,7 +135,7 @@ def on_host(monkeypatch):
 
     constants = lambda name, count: (576, 230_000, CLUSTER, 16)
     module = SimpleNamespace(constants=constants, function=lambda name, shared=0: name, close=lambda: closed.append(True))
-    cu = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda function, grid: 64, cuStreamSynchronize=lambda stream: None)
+    cu = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda function, grid: 64, cuOccupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1, cuStreamSynchronize=lambda stream: None)
     for name, value in {"cupy": cupy, "Launch": launch, "Module": lambda cubin: module, "check": lambda result: result, "driver": lambda: cu,
                         "compiled_launch": lambda plan, program, arch, ranks_here: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
         monkeypatch.setattr(cuda_launch, name, value)
@@ -148,6 +148,17 @@ def memory_of(array, plan, rank=0):
     buffers = {name: array(memory.buffer(name)) for name in memory.tables.buffers}
     return SimpleNamespace(tables=memory.tables, buffer=buffers.get, weights={(op.layer, op.stage.name): [array(a) for a in memory.weights_of(op)] for op in plan.ops},
                            mla_work=array(memory.mla_work), mla_map=array(memory.mla_map), mla_partials=memory.step.mla_partials)
+
+
+@shim
+def test_blocks_without_clusters_are_counted_one_by_one(on_host):
+    """The driver has no clusters of one block: a kernel whose blocks share nothing was taken for one that the GPU cannot hold."""
+    array, *_ = on_host
+    plan = build_plan(FITTING, 1)
+    found = cuda_launch.StepLaunches(plan, [memory_of(array, plan)], Device(0, "a GPU", "sm_90a", 133, 227 << 10), 5, "bf16", LOOPBACK, NO_PROBES, Loading())
+    launch = SimpleNamespace(function="one", config=133)
+    assert [found._resident(launch, 640, 230_000, cluster) for cluster in (1, 2)] == [133, 128]
+    found.close()
 
 
 @shim

@@ -4,8 +4,7 @@
 // An SM keeps 128 KB of code; what a layer runs beyond that comes from the L2 again in every layer, 59 ns for eight instructions while weights stream. So all
 // products share one loop, product_units, which reads their sizes from shared memory (LaunchGeometry), and a kind has no code but what its input needs.
 #pragma once
-#include "launch_args.cuh"
-#include "situ.cuh"
+#include "launch_inputs.cuh"
 
 // Leaves that one copy brings.
 constexpr int copy_leaves(int leaves, int leaf_bytes, int slot_bytes) { return leaves > 1 && leaves * leaf_bytes > slot_bytes ? copy_leaves(leaves / 2, leaf_bytes, slot_bytes) : leaves; }
@@ -69,116 +68,6 @@ K3_DEVICE float sum_of_leaves(const float* v, int stride, int leaves) {
 // blocks, and hears theirs one unit later, so that nobody waits for them. Every block has a vector at least, live or not: who sends for
 // a unit has heard all of the one before the last, whose senders had heard all of two before that. So four inboxes in turn are enough.
 constexpr int kInboxTurns = 4;
-
-// Where vector `k` of a token's share of x lies; `odd`: k-steps of a leaf, if that is odd, else 0.
-template <int kTokens>
-K3_DEVICE int x_at(int odd, int token, int k) {
-  if (!odd) return ((k >> 2) * kTokens + token) * 4 + (k & 3);
-  const int leaf = k / (odd * 2), own = k - leaf * odd * 2, pair = own / 4;
-  return (leaf * odd * 2 + pair * 4) * kTokens + token * (pair < odd / 2 ? 4 : 2) + own % 4;
-}
-
-// What a product multiplies, into shared memory as [pair][token][quarter]: BF16 as it comes. A block that has all leaves reads all of the field,
-// though it may use less.
-struct LaunchPlain {
-  static constexpr int kUnits = 1;   // units of a block that have an x of their own; 1: it is the same of all
-  static constexpr int vectors(int) { return 0; }   // of shared memory that it takes behind the rest
-  template <class P> using Of = LaunchPlain;        // what products share of it
-  template <class Block>
-  static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
-    typedef typename Block::Shape S;
-    const LaunchGeometry& g = block.geometry(p);
-    uint4* shared = block.x();
-    const int odd = g.odd, own = g.own_vectors, per = g.is_shared ? own : block.link(p).in[0].vectors, total = block.a.rows * per;
-    const u32 part = 0xffffffffu / u32(per) + 1;   // i / per for the few that there are
-    const uint4* from = block.input(p, 0) + (g.is_shared ? block.part() * own : 0);
-    const int row = block.link(p).in[0].row;
-    const Consumers team;   // of this phase alone, as in launch_kda.cuh
-    receive_vectors<S::kTokens == 1 ? 1 : kReceiveBatch>(team.thread(), Consumers::kThreads, total, block.a.watch, phase,
-      [&](int i) { const int token = u32(u64(u32(i)) * part >> 32); return from + token * row + (i - token * per); }, [&] { team.sync(); },   // all are finished with the phase before
-      [&](int i, const uint4& v) {
-        const int token = u32(u64(u32(i)) * part >> 32), k = i - token * per;
-        if (k < own) shared[x_at<S::kTokens>(odd, token, k)] = v;
-      });
-    team.sync();
-  }
-};
-
-// SiTU of F32 gates and ups, whose tiles of 16 come in turn. A thread a value: eight of a vector behind one another in a few threads took 3.6
-// microseconds at one row.
-struct LaunchSitu {
-  static constexpr int kUnits = 1;
-  static constexpr int vectors(int) { return 0; }
-  template <class P> using Of = LaunchSitu;
-  template <class Block>
-  static K3_DEVICE void receive(Block& block, const ProgramPhase& p, int phase) {
-    typedef typename Block::Shape S;
-    constexpr int kBatch = min_of(4, S::kTokens);
-    const int inputs = block.geometry(p).own_vectors * 8, odd = block.geometry(p).odd;   // a block has all of K
-    uint4* shared = block.x();
-    const u32* from = (const u32*)block.input(p, 0);
-    const int row = block.link(p).in[0].row * 4;
-    const Consumers team;   // of this phase alone, as in launch_kda.cuh
-    team.sync();            // all are finished with the phase before
-#pragma unroll 1
-    for (int k = team.thread(); k < inputs; k += Consumers::kThreads) {
-      const u32* at = from + k / kTileRows * 2 * kTileRows + k % kTileRows;
-#pragma unroll 1
-      for (int token = 0; token < block.a.rows; token += kBatch) {
-        u32 v[2 * kBatch] = {};   // gates, then ups
-        await_all(v, block.a.watch, phase, u32(k), [&](int j) { return token + j % kBatch < block.a.rows; },
-                  [&](int j) { return at + (token + j % kBatch) * row + j / kBatch * kTileRows; });
-        K3_UNROLL
-        for (int j = 0; j < kBatch; ++j)
-          if (token + j < block.a.rows)
-            ((bf16*)&shared[x_at<S::kTokens>(odd, token + j, k / 8)])[k % 8] = float_to_bf16(situ(__uint_as_float(v[j]), __uint_as_float(v[kBatch + j]), block.a.situ_beta, block.a.situ_linear_beta));
-      }
-    }
-    team.sync();
-  }
-};
-
-// What is added to a product's rows, F32: nothing, or the parts of all ranks, [part][row] in field kField_ that the phase reads. Sums of parts
-// lie behind the tokens in shared memory, [unit][token][row of the tile], of kUnits_ units of a block at most.
-struct LaunchNothing {
-  static constexpr LaunchMore kMore = kMoreNothing;
-  static constexpr int floats(int) { return 0; }
-  template <class Block> static K3_DEVICE void fetch(Block&, const ProgramPhase&, int) {}
-};
-template <int kRanks, int kTiles, int kUnits_, int kField_>
-struct LaunchAdd {
-  static constexpr LaunchMore kMore = kMoreAdds;
-  static constexpr int floats(int tokens) { return kUnits_ * tokens * kTileRows; }
-  template <class Block>
-  static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase) {
-    constexpr int kBatch = min_of(kRanks, 8);   // of loads: more of them fill the registers
-    block.template fetch_more<kField_>(p, phase, [&](const u32* at) {
-      float parts[kRanks / kBatch];
-      K3_UNROLL
-      for (int h = 0; h < kRanks / kBatch; ++h) {
-        u32 v[kBatch];
-        await_all(v, block.a.watch, phase, 0, [](int) { return true; }, [&](int k) { return at + (h * kBatch + k) * kTiles * kTileRows; });
-        float part[kBatch];
-        K3_UNROLL
-        for (int k = 0; k < kBatch; ++k) part[k] = __uint_as_float(v[k]);
-        parts[h] = tree_sum<kBatch>(part, 1);
-      }
-      return tree_sum<kRanks / kBatch>(parts, 1);
-    });
-  }
-};
-
-// All that is a product's own: what stands before its units.
-template <class In, class Add>
-struct LaunchProductInput {
-  static constexpr LaunchCounting kCounting = kCountsNothing;
-  template <class Block>
-  static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
-    Add::fetch(block, p, phase);
-    In::receive(block, p, phase);
-    block.received(phase);
-  }
-};
 
 //   kLeaves_, kSteps_  leaves of K that this rank holds, k-steps in each: two of them share a load of x, an odd one is the last of its leaf
 //   kParts_            blocks of a cluster that share a tile, 1 or all

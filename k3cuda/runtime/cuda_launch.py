@@ -158,12 +158,18 @@ class StepLaunches:
                 module = Module(compiled_launch(self.plan, program, self.device.arch, ranks_here=self._are_here).cubin)
             threads, shared_bytes, cluster, _ = module.constants(f"{KERNEL}_launch", 4)
             function = module.function(KERNEL, shared_bytes)
-            fit = check(driver().cuOccupancyMaxActiveClusters(function, Launch(function, groups * sms, threads, [], shared=shared_bytes, cluster=cluster).config)) * cluster
+            fit = self._resident(Launch(function, groups * sms, threads, [], shared=shared_bytes, cluster=cluster), threads, shared_bytes, cluster)
             if fit >= groups * sms:
                 break
             module.close()   # some multiprocessors have no neighbour: fewer blocks, all of them resident
             sms = of_rank(fit)
         return program, module, function, threads, shared_bytes, cluster
+
+    def _resident(self, launch: Launch, threads: int, shared_bytes: int, cluster: int) -> int:
+        """Blocks of such a launch that the device holds at once. Of clusters of one block the driver counts none."""
+        if cluster == 1:
+            return check(driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(launch.function, threads, shared_bytes)) * self.device.sms
+        return check(driver().cuOccupancyMaxActiveClusters(launch.function, launch.config)) * cluster
 
     def _bound(self, program: BlockProgram, module: Module, function, threads: int, shared_bytes: int, cluster: int) -> _Built:
         scale, words = self._scale(module), cupy.asarray(program.words)

@@ -205,20 +205,6 @@ struct LaunchBlock : LaunchRanks<S> {
                             [&](int i, const uint4& v) { keep(i / per, i % per, v); });
     warps_sync(kAllConsumers, kAll);
   }
-  // F32 values that go with the rows of a block's units, value(address) each, of field kField that a phase reads: to where product_units finds them.
-  template <int kField, class Value>
-  K3_DEVICE void fetch_more(const ProgramPhase& p, int phase, Value&& value) {
-    const u32* from = (const u32*)input(p, kField);
-    const int row = link(p).in[kField].row * 4;
-    float* to = (float*)(x() + geometry(p).more_at);
-    const Consumers team;   // of this phase alone, as in launch_kda.cuh
-    team.sync();            // all are finished with the phase before
-#pragma unroll 1
-    for (int i = team.thread(); i < p.units * a.rows * kTileRows; i += Consumers::kThreads) {
-      const int unit = i / kTileRows / a.rows, token = i / kTileRows % a.rows;
-      to[(unit * S::kTokens + token) * kTileRows + i % kTileRows] = value(from + token * row + p.tiles[unit] * kTileRows + i % kTileRows);
-    }
-  }
   // By all consumers, when the last of them has read the input, or that of a unit.
   K3_DEVICE void arrived(int phase) const {
     stamp(phase, kInputHere);

@@ -104,7 +104,7 @@ struct LaunchGate {
   static constexpr int floats(int tokens) { return kUnits_ * tokens * kTileRows; }
   template <class Block>
   static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase) {
-    block.template fetch_more<1>(p, phase, [&](const u32* at) {
+    fetch_more<1>(block, p, [&](const u32* at) {
       u32 v[1];
       await_all(v, block.a.watch, phase, 0, [](int) { return true; }, [&](int) { return at; });
       return sigmoid(__uint_as_float(v[0]));

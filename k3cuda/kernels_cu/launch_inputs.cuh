@@ -71,6 +71,21 @@ struct LaunchSitu {
   }
 };
 
+// F32 values that go with the rows of a block's units, value(address) each, of field kField that a phase reads: to where LaunchUnits finds them.
+template <int kField, class Block, class Value>
+K3_DEVICE void fetch_more(Block& block, const ProgramPhase& p, Value&& value) {
+  const u32* from = (const u32*)block.input(p, kField);
+  const int row = block.link(p).in[kField].row * 4, rows = block.a.rows;
+  float* to = (float*)(block.x() + block.geometry(p).more_at);
+  const Consumers team;   // of this phase alone, as in launch_kda.cuh
+  team.sync();            // all are finished with the phase before
+#pragma unroll 1
+  for (int i = team.thread(); i < p.units * rows * kTileRows; i += Consumers::kThreads) {
+    const int unit = i / kTileRows / rows, token = i / kTileRows % rows;
+    to[(unit * Block::Shape::kTokens + token) * kTileRows + i % kTileRows] = value(from + token * row + p.tiles[unit] * kTileRows + i % kTileRows);
+  }
+}
+
 // What is added to a product's rows, F32: nothing, or the parts of all ranks, [part][row] in field kField_ that the phase reads. Sums of parts
 // lie behind the tokens in shared memory, [unit][token][row of the tile], of kUnits_ units of a block at most.
 struct LaunchNothing {
@@ -85,7 +100,7 @@ struct LaunchAdd {
   template <class Block>
   static K3_DEVICE void fetch(Block& block, const ProgramPhase& p, int phase) {
     constexpr int kBatch = min_of(kRanks, 8);   // of loads: more of them fill the registers
-    block.template fetch_more<kField_>(p, phase, [&](const u32* at) {
+    fetch_more<kField_>(block, p, [&](const u32* at) {
       float parts[kRanks / kBatch];
       K3_UNROLL
       for (int h = 0; h < kRanks / kBatch; ++h) {

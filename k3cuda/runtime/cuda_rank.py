@@ -44,7 +44,7 @@ class CudaRank(CudaBackend):
             self._carrier = Carrier(self._comm, self.device, self.stream)
             if self._asked == PEER and (reason := self._carrier.use_peers(capacities(self.plan, *([self.draft.plan] if self.draft else [])))):
                 log.log(logging.DEBUG if self._comm.rank else logging.WARNING, "collectives: %s instead of %s: %s", NCCL, PEER, reason)
-            self.launch_peers = LaunchPeers(self._comm.rank, self.cfg.vocab_size, self._carrier.share, self._carrier.gather, self._building)
+            self.launch_peers = LaunchPeers(self._comm.rank, self.plan.cfg.vocab_size, self._carrier.share, self._carrier.gather, self._building)
         self.ranks = self._carrier.name   # no loopback: a rank embeds its own tokens, and what the others have comes from them
         super().bind_cache(max_model_len)
 

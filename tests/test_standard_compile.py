@@ -81,7 +81,7 @@ def test_products_use_the_machine(unit, kernel):
     """Tensor products, and weights that arrive 16 bytes a lane or in bulk."""
     of_wide = {"moe_down": "expert_items", "route": "shared_down"}   # other kernels run the stage there
     ops = kernels(unit)[of_wide.get(kernel, kernel) if unit.startswith("wide") else kernel]
-    assert any(o.startswith("HMMA.16816.F32") for o in ops), ops
+    assert any(o.startswith(("HMMA.16816.F32", "HGMMA")) for o in ops), ops
     assert kernel != "mla_attend" or any(o.startswith("HGMMA") for o in ops) == (UNITS[unit][4] == "sm_90a"), ops
     assert any(o.startswith(("UBLKCP", "UTMALDG")) or o.startswith(("LDG", "LDGSTS")) and "128" in o for o in ops), ops
 

@@ -16,7 +16,6 @@ constexpr u32 kFullWarp = 0xffffffffu;
 struct __align__(16) uint4 { u32 x, y, z, w; };
 struct __align__(8) uint2 { u32 x, y; };
 #define K3_DEVICE inline
-#define K3_COLD inline
 #define K3_UNROLL
 #define K3_ROLLED
 inline u32 __float_as_uint(float v) { u32 u; std::memcpy(&u, &v, 4); return u; }
@@ -24,7 +23,6 @@ inline float __uint_as_float(u32 u) { float v; std::memcpy(&v, &u, 4); return v;
 inline u32 funnel_left(u32 lo, u32 hi, u32 s) { s &= 31; return s ? hi << s | lo >> (32 - s) : hi; }
 #else
 #define K3_DEVICE __device__ __forceinline__
-#define K3_COLD __device__ __noinline__
 #define K3_UNROLL _Pragma("unroll")
 #define K3_ROLLED _Pragma("unroll 1")
 #define K3_DYN_SMEM(T, name) extern __shared__ __align__(1024) T name[]

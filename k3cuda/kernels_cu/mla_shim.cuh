@@ -48,16 +48,18 @@ inline void named_barrier(int id, int threads) {
   else while (turn[id] == now) shim_yield();
 }
 
-// Values k and k + 1 (k even) of column n, where wgmma finds them by a descriptor of 16-bit values: by column without swizzle, or by k in
-// rows of 128 bytes with it (PTX ISA, canonical layouts).
+// Values k and k + 1 (k even) of column n, where wgmma finds them by a descriptor of 16-bit values: by column or in cores without swizzle, or by k
+// in rows of 128 bytes with it (PTX ISA, canonical layouts).
 template <bool kByColumn>
 inline u32 shim_column(u64 descriptor, int n, int k) {
   const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
-  if (descriptor >> 62 != (kByColumn ? 0 : 1)) std::abort();
+  const bool swizzled = descriptor >> 62 == 1;
+  if (descriptor >> 62 > 1 || (kByColumn && swizzled)) std::abort();
   u32 r = 0;
   for (int i = 0; i < 2; ++i, ++k) {
-    u32 at = kByColumn ? start + n / 8 * stride + k / 8 * leading + k % 8 * 16 + n % 8 * 2 : start + n / 8 * stride + n % 8 * 128 + k * 2;
-    if (!kByColumn) at ^= at >> 3 & 0x70;
+    u32 at = start + n / 8 * stride;
+    if (swizzled) at += n % 8 * 128 + k * 2, at ^= at >> 3 & 0x70;
+    else at += k / 8 * leading + (kByColumn ? k % 8 * 16 + n % 8 * 2 : n % 8 * 16 + k % 8 * 2);
     u16 v;
     std::memcpy(&v, shared_pointer(at), 2);
     r |= u32(v) << 16 * i;

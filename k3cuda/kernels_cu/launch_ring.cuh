@@ -98,12 +98,11 @@ inline void pause_ns(u32 ns) {
 }
 // Some warps of the block meet; all fibers of a block run on one thread.
 inline void warps_sync(int id, int threads) {
-  static thread_local int count[kConsumers + 1], round[kConsumers + 1];
-  int now = round[id];
+  static thread_local u32 count[kConsumers + 1], round[kConsumers + 1];
+  const u32 now = round[id];
   shim::cur->b->progress = true;
-  if (++count[id] == threads) count[id] = 0, ++round[id];
-  else
-    while (round[id] == now) shim_yield();
+  if (++count[id] == u32(threads)) count[id] = 0, ++round[id];
+  else shim_wait(round[id], now);
   shim::cur->b->progress = true;
 }
 #else

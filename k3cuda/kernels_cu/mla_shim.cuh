@@ -41,11 +41,11 @@ inline void map_prefetch(const TensorMap*) {}
 template <int> inline void give_registers() {}
 template <int> inline void take_registers() {}
 inline void named_barrier(int id, int threads) {
-  static thread_local int count[16], turn[16];
-  int now = turn[id];
+  static thread_local u32 count[16], turn[16];
+  const u32 now = turn[id];
   shim::cur->b->progress = true;
-  if (++count[id] == threads) count[id] = 0, ++turn[id];
-  else while (turn[id] == now) shim_yield();
+  if (++count[id] == u32(threads)) count[id] = 0, ++turn[id];
+  else shim_wait(turn[id], now);
 }
 
 // Values k and k + 1 (k even) of column n, where wgmma finds them by a descriptor of 16-bit values: by column or in cores without swizzle, or by k

@@ -148,7 +148,13 @@ inline void barrier_expect(u64* bar, u32 bytes) {
   ((HostBarrier*)bar)->bytes += bytes;
   barrier_arrive(bar);
 }
-inline void barrier_wait(u64* bar, u32 parity) { while (((volatile HostBarrier*)bar)->phase == parity) shim_yield(); }
+inline void barrier_wait(u64* bar, u32 parity) {
+  for (;;) {
+    const u32 word = __atomic_load_n((u32*)bar, __ATOMIC_ACQUIRE);
+    if ((word & 1) != parity) return;   // `phase`
+    shim_wait(*(u32*)bar, word);
+  }
+}
 inline void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
   std::memcpy(dst, src, bytes);
   ((HostBarrier*)bar)->bytes -= bytes;

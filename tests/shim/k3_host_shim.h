@@ -72,6 +72,8 @@ struct Fiber {
     unsigned lin = 0;
     Wait why = kRun;
     Block* b = nullptr;
+    const unsigned* word = nullptr;   // what it waits for: this word is no longer `old`
+    unsigned old = 0;
 #if defined(__x86_64__)
     void* sp = nullptr;
 #else
@@ -109,7 +111,8 @@ struct Block {
 #endif
 };
 inline thread_local Fiber* cur = nullptr;
-constexpr size_t kStack = 64 << 10;
+// Bytes of a thread's stack; not a power of two, else the tops of all stacks share a few sets of the cache.
+constexpr size_t kStack = (64 << 10) + 13 * 64;
 
 inline void to_main(Wait why) {
     Fiber* f = cur;
@@ -120,6 +123,11 @@ inline void to_main(Wait why) {
     swapcontext(&f->uc, &f->b->main);
 #endif
     f->why = kRun;
+}
+// Until `word` is no longer `old`: the block looks, and does not come back here before.
+inline void wait_on(Wait why, const unsigned& word, unsigned old) {
+    cur->word = &word, cur->old = old;
+    to_main(why);
 }
 inline void fiber_main() {
     Block* b = cur->b;
@@ -158,12 +166,23 @@ inline void run_block(Block* b, unsigned char* stacks, unsigned* order) {
         makecontext(&f.uc, fiber_main, 0);
 #endif
     }
-    while (b->live) {
+    for (unsigned round = 0; b->live; ++round) {
+        const bool looks = !b->progress || round % 4 == 0;   // who looks again and again does so seldom while others get on
         b->progress = false;
         bool spin = false;
         for (unsigned k = 0; k < n; ++k) {
             Fiber& f = b->f[order[k]];
             if (f.why == kDone) continue;
+            if (f.word) {
+                if (__atomic_load_n(f.word, __ATOMIC_ACQUIRE) == f.old) {
+                    spin |= f.why == kSpin;
+                    continue;
+                }
+                f.word = nullptr;
+            } else if (f.why == kSpin && !looks) {
+                spin = true;
+                continue;
+            }
             cur = &f;
 #if defined(__x86_64__)
             k3_shim_switch(&b->main_sp, f.sp);
@@ -174,7 +193,7 @@ inline void run_block(Block* b, unsigned char* stacks, unsigned* order) {
         }
         if (!b->progress) {
             if (!spin) stuck(b);
-            sched_yield();  // waiting for another block
+            if (looks) sched_yield();  // waiting for another block
         }
     }
 }
@@ -186,7 +205,7 @@ inline void sync_block() {
         b->count = 0;
         ++b->gen;
     } else
-        while (b->gen == g) to_main(kBlock);
+        wait_on(kBlock, b->gen, g);
     if (b->gen != g) b->progress = true;
 }
 // All lanes of `mask` meet; returns the buffer parity that was current before the meeting.
@@ -201,7 +220,7 @@ inline unsigned sync_warp(unsigned mask, uint64_t v = 0) {
         w.count[k] = 0;
         ++w.gen[k];
     } else
-        while (w.gen[k] == g) to_main(kWarp);
+        wait_on(kWarp, w.gen[k], g);
     f->b->progress = true;
     return g & 1;
 }
@@ -319,6 +338,7 @@ template <class T> T atomicCAS(T* p, T c, T v) { __atomic_compare_exchange_n(p, 
 template <class T> T atomicMax(T* p, T v) { T o = *p; while (o < v && !__atomic_compare_exchange_n(p, &o, v, true, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)); return o; }
 inline unsigned shim_ld_acquire(const unsigned* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void shim_st_release(unsigned* p, unsigned v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void shim_wait(const unsigned& word, unsigned old) { shim::wait_on(shim::kSpin, word, old); }   // for a word that whoever changes it leaves changed
 inline void shim_yield() { shim::to_main(shim::kSpin); }
 inline unsigned long long shim_clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 [[noreturn]] inline void shim_trap() { std::_Exit(86); }  // the whole process, as a trap ends a launch

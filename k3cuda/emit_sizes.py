@@ -11,7 +11,12 @@ from .weights import MMA_K, tree_leaves
 
 MAX_SHARED = 227 * 1024  # bytes of shared memory a block can have, on every architecture we compile for
 CACHE_BLOCK = 64   # elements of a cache row that the copy engine brings together (mla_core.cuh)
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, DECODE_ROWS)
+ROW_BUCKETS = (*DECODE_BUCKETS, 128, 256, 512, MAX_ROWS)  # a step runs in the smallest that holds its rows
 H200_SMS = 132  # what a build for no device in particular spreads over
+# Multiprocessors of the GPUs of an architecture: a cubin is for one number, since kernels spread over all of them. H200 as its driver
+# says; others as published: H100 SXM 132, B200 148, GB200 152, GB300 152, B300 148. Any other GPU compiles for itself at its first step.
+GPU_SMS = {"sm_90a": (H200_SMS,), "sm_100a": (148, 152), "sm_103a": (152, 148)}
 
 
 def camel(name: str) -> str:

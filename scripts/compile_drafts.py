@@ -14,7 +14,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from test_draft_config import PUBLIC, read  # noqa: E402
 
 from k3cuda.draft_plan import build_draft_plan  # noqa: E402
-from k3cuda.runtime.cuda_kernels import GPU_SMS, compile_bucket  # noqa: E402
+from k3cuda.emit_sizes import GPU_SMS  # noqa: E402
+from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
 
 
 def main() -> int:

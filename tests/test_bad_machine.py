@@ -8,11 +8,12 @@ pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3c
 from models import headdims  # noqa: E402
 
 from k3cuda import LLM  # noqa: E402
+from k3cuda.emit_sizes import GPU_SMS  # noqa: E402
 from k3cuda.errors import DeviceError, UsageError  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import cuda_driver, cuda_jit, machine  # noqa: E402
 from k3cuda.runtime.cuda_jit import compile_cuda  # noqa: E402
-from k3cuda.runtime.cuda_kernels import GPU_SMS, compile_bucket  # noqa: E402
+from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
 from k3cuda.runtime.machine import Driver, Gpu  # noqa: E402
 from test_jit import small  # noqa: E402
 

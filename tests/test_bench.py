@@ -17,12 +17,13 @@ from k3cuda import weights  # noqa: E402
 from k3cuda.buffers import buffer_shape, step_dims  # noqa: E402
 from k3cuda.config import DECODE_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import Probes, build_files  # noqa: E402
+from k3cuda.emit_sizes import DECODE_BUCKETS  # noqa: E402
 from k3cuda.errors import BenchmarkError, OutOfMemory  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime import cuda_bench  # noqa: E402
 from k3cuda.runtime import cuda_bench_checks as checks  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
-from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, compile_bucket  # noqa: E402
+from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
 from k3cuda.runtime.step_bytes import StepBytes  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER  # noqa: E402
 

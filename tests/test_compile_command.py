@@ -16,7 +16,7 @@ from command import ROOT, k3  # noqa: E402
 from models import headdims  # noqa: E402
 from test_jit import spilling  # noqa: E402
 
-from k3cuda.cli import main  # noqa: E402
+from k3cuda.cli import compile_cubins, main  # noqa: E402
 from k3cuda.cli.model_argument import config_of, draft_config_of  # noqa: E402
 from k3cuda.draft_plan import build_draft_plan  # noqa: E402
 from k3cuda.emit import NO_PROBES  # noqa: E402
@@ -29,7 +29,6 @@ from k3cuda.runtime.drafting import Drafting  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402
 from k3cuda.runtime.made_draft import made_draft_json  # noqa: E402
 
-compile_module = sys.modules["k3cuda.cli.compile"]   # the package has the command by that name
 MODEL = ROOT / "tests/data/k3-headdims"
 H200 = Device(0, "NVIDIA H200", "sm_90a", 132, 227 << 10)
 
@@ -161,7 +160,7 @@ def test_spills_are_refused_or_named(tmp_path, monkeypatch):
     def spilled(plan, rows, kv_cache_dtype, arch, *, sms, ride, **options):
         return cuda_jit.compile_cuda(spilling(), arch, **options)
 
-    monkeypatch.setattr(compile_module, "compile_bucket", spilled)
+    monkeypatch.setattr(compile_cubins, "compile_bucket", spilled)
     words = ["compile", str(MODEL), "--tp", "1", "--rows", "16", "--arch", "sm_90a", "--output", str(tmp_path / "cubin"), "--json"]
     refused, kept = CliRunner().invoke(main, words), CliRunner().invoke(main, [*words, "--allow-spills"])
     assert (refused.exit_code, kept.exit_code) == (5, 0) and "spilled" in refused.stderr, kept.stderr
@@ -195,7 +194,7 @@ def test_steps_in_one_launch_are_compiled_where_all_ranks_are_here(ride, capsys)
     """For the rows that one launch takes; kernels of both kinds stand for the same step."""
     cfg, most = config_of("kimi-k3"), {"step in one launch": 12 * ride, "step with taps in one launch": 12 * ride}
     plans = {"step": build_plan(cfg, 16), "step with taps": build_plan(cfg, 16, Taps((1,), "prefix"))}
-    found = [c.keys for c in compile_module._cubins(plans, ["sm_90a", "sm_100a"], None, [1, 8, 16], ["bf16", "fp8_e4m3"], ride) if c.keys["part"] in most]
+    found = [c.keys for c in compile_cubins.cubins_of(plans, ["sm_90a", "sm_100a"], None, [1, 8, 16], ["bf16", "fp8_e4m3"], ride) if c.keys["part"] in most]
     sms = {("sm_90a", 132), ("sm_100a", 148), ("sm_100a", 152)}
     assert {(c["arch"], c["sms"], c["rows"], c["kv_cache_dtype"]) for c in found} == ({(*m, rows, kv) for m in sms for rows in (1, 8) for kv in ("bf16", "fp8_e4m3")} if ride else set())
     assert Counter(c["part"] for c in found) == Counter(most) and not capsys.readouterr().err

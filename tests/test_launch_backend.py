@@ -19,6 +19,7 @@ from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import NO_PROBES, Probes  # noqa: E402
+from k3cuda.emit_sizes import ROW_BUCKETS  # noqa: E402
 from k3cuda.errors import CompileError, DeviceError, PlanError, StepTimeout  # noqa: E402
 from k3cuda.packing import PACKED  # noqa: E402
 from k3cuda.plan import Taps, build_plan  # noqa: E402
@@ -26,7 +27,6 @@ from k3cuda.runtime import cuda_driver, cuda_launch  # noqa: E402
 from k3cuda.runtime.backend import StepRows  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
 from k3cuda.runtime.cuda_jit import KERNELS  # noqa: E402
-from k3cuda.runtime.cuda_kernels import ROW_BUCKETS  # noqa: E402
 from k3cuda.runtime.launch_pointers import Places, Pointers  # noqa: E402
 from k3cuda.runtime.launch_program import BUCKETS, CLUSTER, KERNEL, LOOPBACK, NOT_THERE, TOO_MANY_ROWS, WAITS, launched, misfit, trouble_text  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402

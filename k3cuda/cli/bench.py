@@ -3,6 +3,7 @@ import click
 
 from ..buffers import KV_BYTES
 from ..config import DECODE_ROWS, MAX_ROWS
+from ..emit_sizes import ROW_BUCKETS
 from ..errors import OutOfMemory, UsageError
 from ..runtime.cuda_driver import require_gpu
 from ..runtime.machine import LATENCY_SPECIALIZED, ON_GPU, STANDARD
@@ -123,7 +124,6 @@ def prefill(model, tp, rank, layers, kv_cache_dtype, experts, prompt, stages, ou
     require_gpu()
     from ..emit import Probes
     from ..runtime.cuda_bench import StepBench
-    from ..runtime.cuda_kernels import ROW_BUCKETS
     from ..runtime.cuda_prefill import prefill
     from ..runtime.surroundings import surroundings
 

@@ -3,28 +3,21 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Callable, NamedTuple
 
 import click
 
 from ..buffers import KV_BYTES
 from ..config import DECODE_ROWS
-from ..emit_sizes import H200_SMS
-from ..errors import CompileError, ConfigError, DeviceError, PlanError, UsageError
+from ..emit_sizes import GPU_SMS, ROW_BUCKETS
+from ..errors import CompileError, DeviceError, UsageError
 from ..runtime.cuda_jit import ARCHS, REFUSED, nvrtc_version
-from ..runtime.cuda_kernels import (GPU_SMS, ROW_BUCKETS, bucket_of, compile_accept, compile_bucket, compile_moves, compile_step_io, draft_buckets, no_sampler,
-                                    side_by_side)
-from ..runtime.launch_program import BUCKETS, LOOPBACK, compile_launch, launched, misfit
 from ..runtime.machine import PROCESSES, VIRTUAL
 from . import options
 from .bench import Counts
-from .model_argument import config_of, draft_config_of
+from .model_argument import config_of
 from .output import Result, say
 
 MOST_SMS = 1024
-STEP, TAPS, DRAFT = "step", "step with taps", "draft"   # parts: plans that need a cubin a bucket
-LAUNCHED = {STEP: "step in one launch", TAPS: "step with taps in one launch"}
 
 
 class Names(click.ParamType):
@@ -71,15 +64,17 @@ def compile(model, output, arch, tp, dcp, ranks, rows, kv_cache_dtype, sms, allo
     version of k3cuda and of NVRTC alone.
     """
     from ..plan import build_plan
+    from ..runtime.cuda_kernels import side_by_side
+    from .compile_cubins import LAUNCHED, STEP, buckets_of, cubins_of, draft_plans
 
     _check_names("--arch", arch, ARCHS, REFUSED)
     _check_names("--kv-cache-dtype", kv_cache_dtype, list(KV_BYTES))
     cfg, are_virtual = config_of(model), tp == 1 or ranks == VIRTUAL
-    buckets = _buckets(rows, max(ROW_BUCKETS) if are_virtual else DECODE_ROWS)
-    plans = {STEP: build_plan(cfg, tp, dcp=dcp)} | _draft_plans(cfg, tp, dcp, draft_model, num_speculative_tokens, draft_rows)
+    buckets = buckets_of(rows, max(ROW_BUCKETS) if are_virtual else DECODE_ROWS)
+    plans = {STEP: build_plan(cfg, tp, dcp=dcp)} | draft_plans(cfg, tp, dcp, draft_model, num_speculative_tokens, draft_rows)
     _make_folder(output)
     nvrtc = nvrtc_version()
-    cubins = _cubins(plans, arch, sms, buckets, kv_cache_dtype, ride=are_virtual)
+    cubins = cubins_of(plans, arch, sms, buckets, kv_cache_dtype, ride=are_virtual)
     start, done = time.perf_counter(), []
 
     def one(cubin):
@@ -106,76 +101,6 @@ def compile(model, output, arch, tp, dcp, ranks, rows, kv_cache_dtype, sms, allo
     else:
         result.write(f"{summary['files']} cubins, {summary['bytes'] / 1e6:.1f} MB, {summary['compile_s']} s, NVRTC {nvrtc}: K3CUDA_CUBIN_DIR={output}\n")
     result.close()
-
-
-class _Cubin(NamedTuple):
-    """What is compiled at once: what --json says of it, and how, given the options of compile_cuda."""
-
-    keys: dict
-    compile: Callable
-
-    def __str__(self):
-        arch, sms, rows, kv, part = self.keys.values()
-        return f"{arch}, {part}" + ("" if rows is None else f", {sms} multiprocessors, {rows} rows, {kv}")
-
-
-def _draft_plans(cfg, tp: int, dcp: int, draft_model: str | None, num_drafts: int | None, draft_rows: str | None) -> dict:
-    """Part -> plan of what a draft model adds: a step of the model that leaves it taps, and its own."""
-    from ..draft_plan import build_draft_plan
-    from ..emit import no_kernels
-    from ..plan import build_plan
-    from ..runtime.drafting import Drafting, check_options
-
-    given = check_options({"num_drafts": num_drafts, "draft_rows": draft_rows}, draft_model is not None)
-    if draft_model is None:
-        return {}
-    draft = draft_config_of(draft_model, cfg)
-    if why := no_kernels(draft):
-        raise ConfigError(f"--draft-model {draft_model}: {why}", "it runs with --decode-backend reference alone")
-    drafting = Drafting(SimpleNamespace(cfg=draft), **given)
-    return {TAPS: build_plan(cfg, tp, drafting.taps, dcp), DRAFT: build_draft_plan(draft, tp, drafting.num_drafts, drafting.block_rows)}
-
-
-def _buckets(rows: list[int] | None, most: int) -> list[int]:
-    if rows and max(rows) > most:
-        raise UsageError(f"--rows: found {max(rows)}, wanted at most {most} where ranks are processes", f"leave it out, or give --ranks {VIRTUAL}")
-    return sorted({bucket_of(r) for r in rows or ROW_BUCKETS if r <= most})
-
-
-def _cubins(plans: dict, archs, sms, buckets, kv_cache_dtypes, ride: bool) -> list[_Cubin]:
-    """Every plan's for every kind of GPU, and an architecture's that know only the vocabulary. `ride`: as compile_bucket; a step in one launch has no other
-    collectives than those that ride."""
-    def keys(part, arch, sms=None, rows=None, kv=None):
-        return {"arch": arch, "sms": sms, "rows": rows, "kv_cache_dtype": kv, "part": part}
-
-    cubins, vocab_size = [], plans[STEP].cfg.vocab_size
-    launches = [(LAUNCHED[part], plan, rows) for part, plan in plans.items() if part in LAUNCHED for rows in BUCKETS if rows in buckets] if ride and not _misfit(plans[STEP]) else []
-    for arch in archs:
-        cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_launch, plan, rows, kv, arch, sms=n))
-                   for n in sms or GPU_SMS[arch] for kv in kv_cache_dtypes for part, plan, rows in launches]
-        for part, plan in plans.items():
-            is_draft = part == DRAFT   # whose own cache is BF16
-            cubins += [_Cubin(keys(part, arch, n, rows, kv), partial(compile_bucket, plan, rows, kv, arch, sms=n, ride=ride))
-                       for n in sms or GPU_SMS[arch] for kv in (["bf16"] if is_draft else kv_cache_dtypes)
-                       for rows in (draft_buckets(plan, buckets) if is_draft else buckets)]
-        cubins.append(_Cubin(keys("inputs and sampler", arch), partial(compile_step_io, vocab_size, arch)))
-        if not ride:
-            cubins.append(_Cubin(keys("moves between ranks", arch), partial(compile_moves, arch)))
-        if DRAFT in plans and not no_sampler(vocab_size):
-            cubins.append(_Cubin(keys("acceptance", arch), partial(compile_accept, vocab_size, arch)))
-    return cubins
-
-
-def _misfit(plan) -> str | None:
-    """Why there are no steps in one launch, or None. What only the compiler knows, it says."""
-    why = misfit(plan, LOOPBACK)
-    try:
-        launched(plan, 1, H200_SMS, next(iter(KV_BYTES)))
-    except PlanError as e:
-        why = why or e.message
-    if why:
-        say(f"no {LAUNCHED[STEP]}: {why}")
-    return why
 
 
 def _check_names(flag: str, found, known, refused=()) -> None:

@@ -5,12 +5,13 @@ import numpy as np
 from ..buffers import BUFFERS
 from ..buffers import BY_NAME as BUFFER
 from ..config import PAGE_SIZE
+from ..emit_sizes import DECODE_BUCKETS
 from ..dataflow import layer_kinds
 from ..emit import sums_ranks
 from ..errors import BenchmarkError
 from ..stages import GATHER, SCATTER, STACK
 from .cuda_compare import Compare, launch_groups
-from .cuda_kernels import DECODE_BUCKETS, bucket_of
+from .cuda_kernels import bucket_of
 
 WAY_OUT = "this is a bug: report the command"
 RECORDS = tuple(b.name for b in BUFFERS if b.life == "record" and b.is_layered)

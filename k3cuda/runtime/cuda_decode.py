@@ -7,12 +7,13 @@ from functools import partial
 import numpy as np
 
 from ..config import DECODE_ROWS, MAX_ROWS, K3Config, load_json
+from ..emit_sizes import DECODE_BUCKETS
 from ..draft_config import RELEASED_DRAFT
 from ..draft_plan import build_draft_plan
 from ..errors import CheckpointError
 from .backend import DraftAsk, Judge, StepRows
 from .cuda_bench import StepBench
-from .cuda_kernels import DECODE_BUCKETS, bucket_of, compile_bucket, side_by_side
+from .cuda_kernels import bucket_of, compile_bucket, side_by_side
 from .drafting import Drafting
 from .made_draft import MadeDraft
 from .open_model import Model

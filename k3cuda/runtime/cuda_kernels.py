@@ -4,21 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from ..config import DECODE_ROWS, MAX_ROWS
+from ..config import DECODE_ROWS
 from ..draft_plan import DraftPlan
 from ..emit import NO_PROBES, Probes, build_files, kernels_of, ops_of
-from ..emit_sizes import H200_SMS
+from ..emit_sizes import H200_SMS, ROW_BUCKETS
 from ..plan import Plan
 from .cuda_driver import Launch, Module
 from .cuda_jit import Compiled, compile_cuda
 from .peer_exchange import sizes
 from .step_records import CLUSTER, MAX_VOCAB, VOCAB_STEP, sampler_warps
-
-# Multiprocessors of the GPUs of an architecture: a cubin is for one number, since kernels spread over all of them. H200 132, as its driver
-# says; others as published: H100 SXM 132, B200 148, GB200 152, GB300 152, B300 148. Any other GPU compiles for itself at its first step.
-GPU_SMS = {"sm_90a": (132,), "sm_100a": (148, 152), "sm_103a": (152, 148)}
-DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, DECODE_ROWS)
-ROW_BUCKETS = (*DECODE_BUCKETS, 128, 256, 512, MAX_ROWS)  # a step runs in the smallest that holds its rows
 
 
 def bucket_of(rows: int) -> int:

@@ -17,9 +17,9 @@ from test_examples import EXAMPLES, PAGE, example  # noqa: E402
 from k3cuda import LLM, SamplingParams  # noqa: E402
 from k3cuda.buffers import BUFFERS, buffer_shape  # noqa: E402
 from k3cuda.config import PAGE_SIZE  # noqa: E402
+from k3cuda.emit_sizes import DECODE_BUCKETS  # noqa: E402
 from k3cuda.errors import UsageError  # noqa: E402
 from k3cuda.runtime.checkpoint import Checkpoint  # noqa: E402
-from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS  # noqa: E402
 from k3cuda.runtime.tiny_random import open_tiny_random  # noqa: E402
 
 ROOM = {"max_batch": 6, "max_model_len": 4 * PAGE_SIZE, "decode_backend": "standard"}

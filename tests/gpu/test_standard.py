@@ -10,8 +10,9 @@ from models import backend as reference  # noqa: E402
 from stage_walk import write_rows  # noqa: E402
 from standard import Cuda, alone, compile_ahead, run, same  # noqa: E402
 
+from k3cuda.emit_sizes import DECODE_BUCKETS  # noqa: E402
 from k3cuda.runtime.cuda_compare import launch_groups  # noqa: E402
-from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, bucket_of  # noqa: E402
+from k3cuda.runtime.cuda_kernels import bucket_of  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 

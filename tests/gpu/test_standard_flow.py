@@ -12,11 +12,11 @@ from test_sample_core import near_boundary  # noqa: E402
 from test_standard_state import Damaged  # noqa: E402
 
 from k3cuda.config import PAGE_SIZE  # noqa: E402
+from k3cuda.emit_sizes import ROW_BUCKETS  # noqa: E402
 from k3cuda.errors import PlanError  # noqa: E402
 from k3cuda.reference import sample as reference  # noqa: E402
 from k3cuda.runtime import cuda_step_io  # noqa: E402
 from k3cuda.runtime.backend import AS_SAMPLED, StepRows  # noqa: E402
-from k3cuda.runtime.cuda_kernels import ROW_BUCKETS  # noqa: E402
 from k3cuda.runtime.engine import Engine  # noqa: E402
 from k3cuda.runtime.request import Request  # noqa: E402
 from k3cuda.runtime.sampling import Draw, SamplingParams  # noqa: E402

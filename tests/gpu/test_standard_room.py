@@ -13,9 +13,9 @@ from models import golden, headdims  # noqa: E402
 from standard import Cuda, compile_ahead, same  # noqa: E402
 
 from k3cuda.config import PAGE_SIZE  # noqa: E402
+from k3cuda.emit_sizes import ROW_BUCKETS  # noqa: E402
 from k3cuda.errors import ConfigError, OutOfMemory, PlanError  # noqa: E402
 from k3cuda.runtime.backend import StepRows  # noqa: E402
-from k3cuda.runtime.cuda_kernels import ROW_BUCKETS  # noqa: E402
 from k3cuda.runtime.cuda_synthetic import Filler  # noqa: E402
 from k3cuda.runtime.engine import Engine  # noqa: E402
 from k3cuda.runtime.request import Request  # noqa: E402

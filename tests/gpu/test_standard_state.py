@@ -9,7 +9,8 @@ from models import PAGES_A_SLOT, feed, golden, headdims, open_slot, step_rows  #
 from standard import STATES, Cuda, alone, compile_ahead, same  # noqa: E402
 
 from k3cuda.config import PAGE_SIZE  # noqa: E402
-from k3cuda.runtime.cuda_kernels import DECODE_BUCKETS, bucket_of  # noqa: E402
+from k3cuda.emit_sizes import DECODE_BUCKETS  # noqa: E402
+from k3cuda.runtime.cuda_kernels import bucket_of  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

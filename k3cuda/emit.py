@@ -106,7 +106,7 @@ def sums_ranks(plan: Plan | DraftPlan, rows: int, ride: bool) -> bool:
     return not isinstance(plan, DraftPlan) and (rows > DECODE_ROWS or ride and rows >= SUMMED_ROWS)
 
 
-def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[str, int], ...]:
+def launches_of(stage: Stage, plan: Plan | DraftPlan, rows: int, ride: bool) -> tuple[tuple[str, int], ...]:
     """The launches that run a stage in a step of up to `rows` rows, in order: name of the kernel, without its `k_`, and the first row it is for.
 
     None where a collective rides on the stores of the stages before it. A kernel may turn out to have no blocks: it is not needed then.
@@ -116,12 +116,13 @@ def launches_of(stage: Stage, plan: Plan, rows: int, ride: bool) -> tuple[tuple[
         alone = not ride or any(m.in_group or m.how == STACK and sums_ranks(plan, rows, ride) for m in stage.moves)
         return ((stage.name, 0),) if alone else ()
     names = packing.WIDE_KERNELS.get(stage.name) if wide else None
+    adds = rows >= DECODE_ROWS and not isinstance(plan, DraftPlan)
     out, group = [], []
     for name in names or packing.KERNELS.get(stage.name, (stage.name,)):
         if wide and name in packing.SLICED:
             group.append(name)   # neighbours take turns: what passes between them is of one slice
             continue
-        out += [(name, 0), (name + SUM, 0)] if wide and name in packing.PRODUCTS else [(name, 0)]
+        out += [(name, 0), (name + SUM, 0)] if adds and name in packing.PRODUCTS else [(name, 0)]
     return (*out, *((name, first) for first in range(0, rows, DECODE_ROWS) for name in group))
 
 

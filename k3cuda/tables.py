@@ -99,5 +99,6 @@ def _leaf_sums(cfg: K3Config, tp: int) -> dict[str, int]:
     out = {"expert_w2": leaves * MAX_ROWS * cfg.num_experts_per_token * cfg.routed_expert_hidden_size * f32}
     for p in (p for group in PACKED.values() for p in group if p.how in (packing.TILES, packing.PAIRS)):
         rows = [rank_shape(WEIGHT[name], dims, tp)[0] for name in p.sources]
-        out[p.name] = packing.leaves_and_steps(p.sources[-1], cfg, tp)[0] * sum(-(-n // 16) * 16 for n in rows) * MAX_ROWS * f32
-    return out | {"lm_head": 0}
+        tokens = DECODE_ROWS if p.name == "lm_head" else MAX_ROWS
+        out[p.name] = packing.leaves_and_steps(p.sources[-1], cfg, tp)[0] * sum(-(-n // 16) * 16 for n in rows) * tokens * f32
+    return out

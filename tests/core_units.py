@@ -119,7 +119,7 @@ class ExpertCase:
 
 # name -> (output rows, leaves, k-steps a leaf, tokens, whether row tiles meet in pairs)
 WIDE = {"wide": (40, 16, 2, 128, False), "wide_odd": (56, 2, 3, 128, False), "wide_64": (88, 4, 6, 64, False), "wide_one": (104, 1, 5, 128, False),
-        "wide_long": (24, 2, 28, 128, False), "wide_pairs": (64, 4, 1, 128, True)}
+        "wide_long": (24, 2, 28, 128, False), "wide_64_long": (72, 16, 18, 64, False), "wide_pairs": (64, 4, 1, 128, True)}
 WIDE_SMS = 5   # blocks walk over several groups of tiles
 
 

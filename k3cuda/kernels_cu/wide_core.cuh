@@ -1,5 +1,5 @@
-// The product of a step of 128 rows and more: the arithmetic and the packed weights of row_core.cuh, laid out for many tokens.
-// A block keeps its tokens' part of one leaf of K in shared memory and lets the leaf's weights of many row tiles pass; each warp, on sm_90a
+// The product of a step of many rows (128 and more; 64 where K has sixteen long leaves): the arithmetic and the packed weights of row_core.cuh,
+// laid out for many tokens. A block keeps its tokens' part of one leaf of K in shared memory and lets the leaf's weights of many row tiles pass; each warp, on sm_90a
 // each four, takes tiles of its own and waits for no other. Leaf sums go to memory as fragments, where a second kernel adds them in the tree.
 // A byte of the result depends on none of it: a leaf is one chain of MMAs from zero, leaves meet as neighbours.
 #pragma once
@@ -28,8 +28,9 @@ template <class S, class Epilogue>
 K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* partial, u8* smem, Epilogue&& epilogue) {
   constexpr int kShared = S::kLeaves * S::kGroups, kTogether = S::kUnit / S::kMT;   // kTogether: warps that share a unit
   const int leaf = int(blockIdx.x) % S::kLeaves, group = int(blockIdx.x) / S::kLeaves % S::kGroups;
-  const int share = (int(blockIdx.x) / kShared * S::kWarps + warp_id()) / kTogether, shares = int(gridDim.x) / kShared * S::kWarps / kTogether;
-  // Shares take units in turn, so that the last tiles of all leaves are done last, and wide_sum, which begins with them, finds them in the L2.
+  // Shares take units in turn, so that the last tiles of all leaves are done last, and wide_sum, which begins with them, finds them in the L2;
+  // neighbours are in different blocks, so that in the last turn no SM has more than one unit more than another.
+  const int blocks = int(gridDim.x) / kShared, share = int(blockIdx.x) / kShared + warp_id() / kTogether * blocks, shares = blocks * (S::kWarps / kTogether);
   const int first = share * S::kUnit, next = shares * S::kUnit;
   WideRing<S> ring(w + size_t(leaf) * S::kSteps * kWarpSize, first + warp_id() % kTogether * S::kMT, next, smem);
   ring.start();

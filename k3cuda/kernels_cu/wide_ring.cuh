@@ -34,7 +34,7 @@ struct WideShape {
 // Blocks of the product: of every leaf and group of tokens as many as the machine holds side by side.
 template <class S>
 constexpr int wide_blocks(int sms) {
-  return S::kLeaves * S::kGroups * max_of(1, min_of(sms / (S::kLeaves * S::kGroups), groups_of(S::kTotal, S::kWarps)));
+  return S::kLeaves * S::kGroups * max_of(1, min_of(sms / (S::kLeaves * S::kGroups), groups_of(S::kTotal, S::kUnit)));
 }
 template <class S, bool kPair>
 constexpr int wide_sum_blocks() {

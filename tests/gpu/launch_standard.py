@@ -1,6 +1,6 @@
 """What the standard path's kernels make of each phase of a single launch, from the inputs that the launch itself recorded: for the shim and for
 scripts/bench_launch.py. A device runs kernels by name on NumPy arrays and gives back what they wrote."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import core_kernels as ck
 import launch_standard_mla as mla
@@ -70,6 +70,12 @@ def left_out(program: BlockProgram, block: int, phase: int) -> np.ndarray:
     words[block, at] -= 1 << 16
     words[block, at + HEAD_WORDS + units - 1:end - 1] = words[block, at + HEAD_WORDS + units:end]
     return words
+
+
+def without_a_product(program: BlockProgram, behind: int) -> BlockProgram:
+    """The program of which block 1 leaves out a unit of the first product that it has part in behind phase `behind`."""
+    phase = next(i for i, at in enumerate(program.places(1)) if i > behind and program.words[1, at] >> 16 and isinstance(program.kinds[program.weights[i][0]], lk.Product))
+    return replace(program, words=left_out(program, 1, phase))
 
 
 def parts_sum(parts, count: int) -> np.ndarray:

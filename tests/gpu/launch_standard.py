@@ -92,7 +92,7 @@ class Standard:
     def __init__(self, program: BlockProgram, sms: int, clusters: bool, situ, routed_scale: float, norm_eps: float):
         self.program, self.sms, self.clusters, self.scalars = program, sms, clusters, (situ, routed_scale, norm_eps)
         self.norms = {k.stage: (k.n, k.leaves, k.rank_parts, k.blocks, min(k.leaves, MIX_SLICES) if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, Mix)}
-        text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "kda_core.cuh"\n#include "norm_core.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
+        text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "kda_mix.cuh"\n#include "norm_row.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
         for k in program.kinds:
             text += self._source(k)
         of_mla, names = mla.source(program.kinds, 6 if clusters and program.tokens > 1 else 2, MAX_SHARED if clusters else 110 * 1024)

@@ -211,7 +211,8 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
                 turns = x.reshape(rows, -1, 2, 16)
                 x = self._activate(turns[:, :, 0], turns[:, :, 1], situ)
             return self.product(k, weights, x, phase)
-        list_bytes = ls.choice_list(self.choices[layer])
+        made = self.choices[layer]
+        list_bytes = np.ascontiguousarray(made.view(np.uint8)[:made.dtype.fields["weight"][1]])   # its ExpertList alone
         if isinstance(k, lk.ExpertUp):
             y = np.zeros((rows * self.program.top_k, 2, k.outputs), np.float32)
             self.run("experts_up", self.sms, None, [weights, k.pairs, x, x.shape[1], self.program.top_k, list_bytes, y])

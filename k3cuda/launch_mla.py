@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from .config import K3Config
 from .errors import PlanError
 from .launch_kinds import MAX_TOKENS, VECTOR, Field, Kind, Product
-from .launch_layer import layer_kinds
 from .launch_rank import own_tiles, product
 from .packing import inputs_leaves_and_steps
 from .phases import MIX_SLICES, TILE_ROWS, Grid
@@ -138,11 +137,6 @@ def mla_kinds(cfg: K3Config, tp: int, cluster: int, *, rows: int, cache: int, bl
         HeadProduct("mla_out", heads * (value // TILE_ROWS), *inputs_leaves_and_steps(latent), heads=heads, gated=True, reads=("mla_o_latent", "mla_out_gate"),
                     fields=(own("mixer_out", "bf16", heads * value),)),
     )
-
-
-def mla_layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced: bool, merged: bool = False, rows: int, cache: int, blocks: int) -> tuple[Kind, ...]:
-    """The kinds of a latent attention and MoE layer; arguments as of layer_kinds and mla_kinds."""
-    return in_place_of_kda(layer_kinds(cfg, tp, cluster, rank_parts=rank_parts, forced=forced, merged=merged), mla_kinds(cfg, tp, cluster, rows=rows, cache=cache, blocks=blocks))
 
 
 def both_kinds(layer: tuple[Kind, ...], kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:

@@ -59,11 +59,6 @@ def choice(ids: np.ndarray, weights: np.ndarray, tokens: int) -> np.ndarray:
     return made
 
 
-def choice_list(made: np.ndarray) -> np.ndarray:
-    """The bytes of its ExpertList alone."""
-    return np.ascontiguousarray(made.view(np.uint8)[:made.dtype.fields["weight"][1]])
-
-
 def _fields(kind, names: str) -> list:
     return [(name, kind) for name in names.split()]
 
@@ -85,7 +80,7 @@ class LaunchPeer(ctypes.Structure):
 
 
 class LaunchArgs(ctypes.Structure):
-    """As in launch_core.cuh: addresses, then numbers."""
+    """As in launch_args.cuh: addresses, then numbers."""
 
     _fields_ = [*_fields(ctypes.c_void_p, "weights programs row_slot logit_rows input exchange result record stamps counts peers failed trouble late"),
                 *_fields(ctypes.c_uint32, "limit meet"),

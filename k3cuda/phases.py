@@ -111,8 +111,6 @@ class PhaseMaker:
     how: Arrangement
     experts: float
     context: int
-    sequences: int
-    kv_bytes: int
     phases: list[Phase]
     written: dict[str, _Source]
 
@@ -161,13 +159,13 @@ class PhaseMaker:
             steps = dims["routed_expert_hidden_size" if name == "expert_up" else "moe_intermediate_size"] // MXFP4_GROUP // 8
             does = ("choose", name) if name == "expert_up" and self.how.choose_everywhere else does
         elif name == "kda_mix":
-            heads, slices = dims["kda_num_heads"] // self.plan.tp, max(1, dims["kda_head_dim"] // 8 // self.sequences)
-            units = [dims["kda_head_dim"] ** 2 * 4 // slices] * (heads * slices * self.sequences)
-            divide = lambda n: heads * self.sequences
+            heads, slices = dims["kda_num_heads"] // self.plan.tp, max(1, dims["kda_head_dim"] // 8)
+            units = [dims["kda_head_dim"] ** 2 * 4 // slices] * (heads * slices)
+            divide = lambda n: heads
         elif name == "mla_attend":
-            pages, page = -(-self.context // PAGE_SIZE), PAGE_SIZE * dims["mla_cache_dim"] * self.kv_bytes
-            run = max(1, -(-pages * self.sequences // self.grid.sms))    # pages of a block: a whole number, at fixed places
-            units = [page * min(run, pages - first) for _ in range(self.sequences) for first in range(0, pages, run)]
+            pages, page = -(-self.context // PAGE_SIZE), PAGE_SIZE * dims["mla_cache_dim"]   # of a cache of bytes
+            run = max(1, -(-pages // self.grid.sms))   # pages of a block: a whole number, at fixed places
+            units = [page * min(run, pages - first) for first in range(0, pages, run)]
         elif name in SPREAD:
             units = [0] * (self.grid.sms if name in self.how.carried else rows * MIX_SLICES)
             does = ("add_parts",) if name in self.how.carried else does

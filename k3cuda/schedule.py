@@ -20,15 +20,14 @@ class Schedule:
     programs: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def build(plan: Plan, rows: int, grid: Grid = Grid(), arrangement: Arrangement = MERGED, *, experts: float, context: int, sequences: int = 1,
-          kv_bytes: int = 1) -> Schedule:
+def build(plan: Plan, rows: int, grid: Grid = Grid(), arrangement: Arrangement = MERGED, *, experts: float, context: int) -> Schedule:
     """The schedule of one rank's step of `rows` rows.
 
     Args:
-        experts: distinct experts that a layer reads. context: cached positions of each sequence. kv_bytes: of one value of the MLA cache.
+        experts: distinct experts that a layer reads. context: cached positions of the one sequence, in an FP8 cache.
     Raises PlanError if check() finds it wrong.
     """
-    maker = PhaseMaker(plan, rows, grid, arrangement, experts, context, sequences, kv_bytes, [], {})
+    maker = PhaseMaker(plan, rows, grid, arrangement, experts, context, [], {})
     for op in plan.ops:
         maker.add(op)
     schedule = Schedule(grid, rows, tuple(maker.phases), deal(maker.phases, grid))

@@ -4,14 +4,13 @@ from math import prod
 
 import ml_dtypes
 import numpy as np
-from models import headdims
+from models import headdims, op_arrays
 from shim import host
 
 from k3cuda.buffers import buffer_shape
 from k3cuda.emit import arena_offsets, build_files, launches_of, ops_of
 from k3cuda.plan import build_plan
 from k3cuda.runtime.cuda_memory import VIEW_DTYPES, OpStruct, step_type
-from k3cuda.runtime.cuda_weights import op_arrays
 from k3cuda.runtime.step_room import mla_partials, mla_work_bytes
 from k3cuda.tables import tables_of
 

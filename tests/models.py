@@ -5,10 +5,13 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from k3cuda.config import PAGE_SIZE
+from k3cuda.packing import PACKED
 from k3cuda.runtime.backend import StepRows
 from k3cuda.runtime.checkpoint import Checkpoint
+from k3cuda.runtime.cuda_weights import packed_array
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.numpy_backend import NumpyBackend
+from k3cuda.weights import BY_NAME
 
 HEADDIMS = Path(__file__).parent / "data" / "k3-headdims"
 # Over 16 ranks its heads fall into 4 pieces, the dense MLP into 2, the shared expert into 2, the experts' inner size, of three scale groups, into one.
@@ -59,3 +62,8 @@ def relative(got, want) -> float:
     """L2 of the difference over L2 of what was wanted, in float64."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def op_arrays(op, cfg, tp: int, read, packed=PACKED, weights=BY_NAME) -> list[np.ndarray]:
+    """The packed arrays of one operation on one of `tp` ranks, in the order of `OpArgs.w`; `read` as of packed_array."""
+    return [packed_array(p, cfg, tp, read, weights) for p in packed.get(op.stage.name, ())]

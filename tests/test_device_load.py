@@ -14,14 +14,13 @@ from k3cuda.packing import PACKED
 from k3cuda.plan import build_plan
 from k3cuda.runtime import device_load
 from k3cuda.runtime.checkpoint import Checkpoint
-from k3cuda.runtime.cuda_weights import op_arrays
 from k3cuda.runtime.device_load import load_weights
 from k3cuda.runtime.loading import Loading
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from k3cuda.weights import BY_NAME, all_weights, model_bytes, rank_bytes
-from models import FEW_PIECES
+from models import FEW_PIECES, op_arrays
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 CFG = made_config()

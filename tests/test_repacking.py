@@ -24,7 +24,6 @@ from k3cuda.packing import PACKED
 from k3cuda.plan import build_plan
 from k3cuda.runtime import repacking
 from k3cuda.runtime.checkpoint import Checkpoint
-from k3cuda.runtime.cuda_weights import op_arrays
 from k3cuda.runtime.load_plan import ALIGN, whole_layers
 from k3cuda.runtime.loading import Loading
 from k3cuda.runtime.made_config import made_config
@@ -36,7 +35,7 @@ from k3cuda.runtime.repacked import RepackedModel, packed_ops
 from k3cuda.runtime.repacking import repack
 from k3cuda.runtime.write_checkpoint import write_checkpoint
 from k3cuda.weights import BY_NAME, LEGAL_TP, all_weights, checkpoint_bytes, layer_weights, model_bytes, rank_bytes
-from models import FEW_PIECES, backend, feed, open_slot
+from models import FEW_PIECES, backend, feed, op_arrays, open_slot
 
 CFG = made_config()   # divides over 1 to 16 ranks
 # SHA-256 over all rank files of the position-coded model for two ranks. A byte that moves needs a new LAYOUT_VERSION, then a new line here.

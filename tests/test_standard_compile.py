@@ -25,6 +25,7 @@ from k3cuda.runtime.cuda_jit import KERNELS, compile_cuda  # noqa: E402
 from k3cuda.runtime.cuda_kernels import compile_bucket, compile_step_io, no_sampler  # noqa: E402
 from k3cuda.runtime.step_records import PENALTY, ROW, SampleArgs, StepLoad  # noqa: E402
 from k3cuda.stages import STAGES  # noqa: E402
+from k3cuda.tables import SESSION  # noqa: E402
 from k3cuda.weights import BY_NAME  # noqa: E402
 
 
@@ -89,13 +90,13 @@ def test_products_use_the_machine(unit, kernel):
 def test_structures_are_laid_out_as_compiled():
     """ctypes' view of `Step` and `OpArgs` against the compiler's."""
     pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
-    from k3cuda.runtime.cuda_memory import OpStruct, StepStruct
+    from k3cuda.runtime.cuda_memory import OpStruct, step_type
     headers = build_files(build_plan(headdims().cfg, 2), 1, "bf16")
     headers.pop("kernels.cu")
 
     def unit(offset=0):   # NVRTC 12 has no offsetof; this is what its front end makes of one
         lines = ['#include "buffers.cuh"']
-        for name, struct in (("Step", StepStruct), ("OpArgs", OpStruct)):
+        for name, struct in (("Step", step_type(SESSION)), ("OpArgs", OpStruct)):
             lines.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name}");')
             lines += [f'static_assert(__INTADDR__(&(({name}*)0)->{field}) == {getattr(struct, field).offset + offset}, "{name}.{field}");'
                       for field, _ in struct._fields_]
@@ -137,9 +138,9 @@ def test_a_vocabulary_without_a_sampler_is_told(vocab):
 
 def test_every_field_of_the_structures_is_known_to_python():
     pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
-    from k3cuda.runtime.cuda_memory import OpStruct, StepStruct
+    from k3cuda.runtime.cuda_memory import OpStruct, step_type
     text = build_files(build_plan(headdims().cfg, 1), 1, "bf16")["buffers.cuh"]
-    for name, struct in (("Step", StepStruct), ("OpArgs", OpStruct)):
+    for name, struct in (("Step", step_type(SESSION)), ("OpArgs", OpStruct)):
         body = re.sub(r"//.*", "", re.search(rf"struct {name} \{{(.*?)\}};", text, re.S).group(1))
         fields = [re.search(r"(\w+)(\[\w+\])?$", part.strip()).group(1) for line in body.split(";") if line.strip() for part in line.split(",")]
         assert fields == [field for field, _ in struct._fields_], name

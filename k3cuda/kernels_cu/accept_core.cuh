@@ -78,7 +78,7 @@ K3_DEVICE void law_of_target(const AcceptArgs& a, SampleSmem<S>& m, int row) {
     const float log_sum = logf(b.sum(0));
     if (b.rank == 0 && threadIdx.x == 0) a.raw_top[row] = top, a.log_sum[row] = log_sum;
     if (r.logprobs > 0) {
-      b.most_likely(a.sample, row, r.logprobs, top, log_sum);
+      most_likely(b, a.sample, row, r.logprobs, top, log_sum);
       b.load(logits);
     }
   }

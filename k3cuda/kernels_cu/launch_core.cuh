@@ -5,6 +5,7 @@
 // clears; then the units: tiles, or slices of rows. kNoSlot: the launch's input, its result, nothing to clear.
 #pragma once
 #include "launch_experts.cuh"
+#include "launch_janitor.cuh"
 #include "launch_kda.cuh"
 #include "launch_mla.cuh"
 #include "launch_normed.cuh"
@@ -87,64 +88,6 @@ struct LaunchBlock : LaunchRanks<S> {
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
       next = state.produced[producer.number], next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
     }
-  }
-
-  // Three places in the program: whose input this block has read next, what is cleared next, what is clean next.
-  K3_DEVICE void tidy() {
-    const u64 before = this->launches() * a.clearings;   // nobody ends before this block has counted
-    Janitor janitor{a.counts, (const LaunchPeer*)(smem + S::kPeersAt), a.rank, before, before, before};
-    struct Place {   // what it comes to is here: consumers have read it, or it has just been brought
-      const typename S::Pages& pages;
-      u32 at = S::Pages::kFirst;
-      int phase = 0;
-      K3_DEVICE void turn() {
-        if (pages.turns(at) && pages.has_next(at)) at = pages.next(at);
-      }
-      K3_DEVICE ProgramPhase here() const { return ProgramPhase(pages.words(at)); }
-      K3_DEVICE bool clears() const { return here().clear(0) != kNoSlot; }
-      K3_DEVICE void go_on() { at = pages.behind(here(), at), ++phase, turn(); }
-    } heard{pages}, cleared{pages}, cleaned{pages};
-    Spin spin;
-    u32 page = 3;   // the next one to bring
-    while (cleaned.phase < a.phases) {
-      if (a.watch.is_late()) a.watch.fail();
-      heard.turn(), cleared.turn(), cleaned.turn();
-      if (int(page * S::Pages::kWords) <= a.words && is_left(page % 2 ^ 1, cleaned.at)) pages.load(own_words(), page % 2 ^ 1, page), ++page;
-      const int received = __shfl_sync(kFullWarp, int(state.received), 0);
-      bool moved = false;
-      for (; heard.phase < received && (!heard.clears() || janitor.may_hear()); heard.go_on(), moved = true)
-        if (heard.clears()) janitor.hear();
-      for (; cleared.phase < heard.phase && !cleared.clears(); cleared.go_on()) moved = true;
-      for (; cleaned.phase < cleared.phase && !cleaned.clears(); cleaned.go_on()) moved = true;
-      const u32 full = janitor.look(cleared.phase < heard.phase, cleaned.phase < cleared.phase);
-      if (full >> 1 & 1) {
-        stamp(cleaned.phase, kCleared, lane_id() == 1);
-        ++janitor.cleaned, cleaned.go_on(), moved = true;
-      }
-      if (lane_id() == 1) state.cleaned = cleaned.phase;   // the lane that has seen it
-      if (full & 1) {
-        const ProgramPhase p = cleared.here();
-        janitor.clear([&](auto&& slice_of) {
-#pragma unroll 1
-          for (int i = 0; i < kMaxClears && p.clear(i) != kNoSlot; ++i) slice_of(a.exchange + size_t(p.clear(i)) * a.slot_vectors, a.links[p.cleared(i)].vectors);
-        });
-        cleared.go_on(), moved = true;
-      }
-      if (moved) spin = {};
-      else if (pause_ns(64), lane_id() == 0)
-        spin.turn(a.watch, cleaned.phase < cleared.phase ? kWaitCleaned : cleared.phase < heard.phase ? kWaitHeard : kWaitReceived,
-                  min_of(cleaned.phase, min_of(cleared.phase, heard.phase)), 0);
-    }
-    if (!kRanksAway && lane_id() == 0) ended_up(&a.counts->ended);
-    for (; *(volatile u32*)&state.ended < kJanitor; pause_ns(256))   // whoever still waits may have to be spoken for
-      if (a.watch.is_late()) a.watch.fail();
-  }
-
-  // Whether nobody reads a page any more: neither the janitor, whose last place is `last`, nor consumers or the producer.
-  K3_DEVICE bool is_left(int page, u32 last) const {
-    if (pages.page(last) == page) return false;
-    const u32 at = lane_id() < kConsumers ? ((volatile ConsumerCounts*)(smem + S::kCountsAt))[lane_id()].began : state.produced[min_of(lane_id() - kConsumers, kProducers - 1)];
-    return !__any_sync(kFullWarp, pages.page(at) == page);
   }
 
   // A test's delays: up to 4 microseconds for a block or for single warps of it, other ones at every turn of the clock.
@@ -330,7 +273,7 @@ K3_DEVICE void launch_consume(u8* smem) {
 template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   LaunchBlock<S>(smem).begin(a);
-  if (Me().warp == kJanitor) LaunchBlock<S>(smem + unknown_zero()).tidy();   // found anew: not kept from the start
+  if (Me().warp == kJanitor) tidy(LaunchBlock<S>(smem + unknown_zero()));   // found anew: not kept from the start
   else {
     if (Me().warp < kConsumers) launch_consume<S>(smem);
     else LaunchBlock<S>(smem + unknown_zero()).produce();

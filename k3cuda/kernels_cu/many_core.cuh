@@ -69,20 +69,6 @@ struct ManyRing : WarpRing<S, ManyRing<S>> {
   }
 };
 
-// Tokens in fragment order: [leaf][pair of steps][token tile][lane]. x: at the block's first leaf.
-template <class S>
-K3_DEVICE void many_tokens(const bf16* x, int stride, uint4* shared) {
-  for (int i = warp_id(); i < S::kOwn * S::kPairs * S::kNT; i += S::kWarps) {
-    const int p = i / S::kNT % S::kPairs, leaf = i / S::kNT / S::kPairs, token = i % S::kNT * kTokenTile + lane_id() / 4;
-    const bf16* from = x + size_t(token) * stride + leaf * S::kSteps * 16 + p * 32;
-    uint4* to = shared + i * kWarpSize + lane_id();
-    if (S::kSteps % 2 && p == S::kSteps / 2) copy_async<8>(to, from + lane_id() % 4 * 4);
-    else copy_async<16>(to, from + lane_id() % 4 * 8);
-  }
-  copy_wait();
-  __syncthreads();
-}
-
 // Leaves kFirst .. kFirst + kCount of the warp, neighbours first.
 template <class S, int kFirst, int kCount>
 K3_DEVICE void many_leaves(float (&c)[S::kMT][S::kNT][4], ManyRing<S>& ring, const uint4* x, int count) {
@@ -118,7 +104,7 @@ K3_DEVICE void many_product(const uint4* w, const bf16* x, int stride, u8* smem,
   }
   grid_launch_next();
   grid_wait();
-  many_tokens<S>(x + first_leaf / S::kOwn * S::kOwn * S::kSteps * 16, stride, (uint4*)smem);
+  wide_tokens<S, S::kOwn>(x + first_leaf / S::kOwn * S::kOwn * S::kSteps * 16, stride, (uint4*)smem);
   f32x4* inbox = (f32x4*)(smem + S::kInboxAt);   // [owned fragment][tile of a pair][source][lane]
 #pragma unroll 1
   for (int turn = 0; begin + turn * S::kWM * S::kMT < end; ++turn) {

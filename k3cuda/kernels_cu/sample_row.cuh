@@ -1,6 +1,6 @@
 // One row of logits, one token: the law of reference/sample.py, step by step.
 #pragma once
-#include "sample_core.cuh"
+#include "sample_likely.cuh"
 
 // What one thread of a row's cluster hands out when all is done.
 K3_DEVICE void hand_out(const SampleArgs& a, const SampleRow& r, int row, int token) {
@@ -30,7 +30,7 @@ K3_DEVICE void sample_row(const SampleArgs& a, SampleSmem<S>& m, int row) {
     const float log_sum = logf(b.sum(0));
     if (threadIdx.x == 0) m.raw_top = top, m.log_sum = log_sum;   // for the end, when only one thread needs them
     if (r.logprobs > 0) {
-      b.most_likely(a, row, r.logprobs, top, log_sum);
+      most_likely(b, a, row, r.logprobs, top, log_sum);
       b.load(logits);
     }
   }

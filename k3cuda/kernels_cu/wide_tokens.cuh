@@ -2,12 +2,13 @@
 #pragma once
 #include "wide_ring.cuh"
 
-// Tokens in fragment order: [pair of steps][token tile][lane]. x: at the leaf, the block's first token.
-template <class S>
+// Tokens in fragment order: [leaf][pair of steps][token tile][lane]. kLeaves: of a block that may have several; 0: one. x: at the first, the block's first token.
+template <class S, int kLeaves = 0>
 K3_DEVICE void wide_tokens(const bf16* x, int stride, uint4* shared) {
-  for (int i = warp_id(); i < S::kPairs * S::kNT; i += S::kWarps) {
-    int p = i / S::kNT, token = i % S::kNT * kTokenTile + lane_id() / 4;
-    const bf16* from = x + size_t(token) * stride + p * 32;
+  for (int i = warp_id(); i < max_of(kLeaves, 1) * S::kPairs * S::kNT; i += S::kWarps) {
+    const int pair = i / S::kNT, p = kLeaves ? pair % S::kPairs : pair, leaf = kLeaves ? pair / S::kPairs : 0;
+    const int token = i % S::kNT * kTokenTile + lane_id() / 4;
+    const bf16* from = x + size_t(token) * stride + leaf * S::kSteps * 16 + p * 32;
     uint4* to = shared + i * kWarpSize + lane_id();
     if (S::kSteps % 2 && p == S::kSteps / 2) copy_async<8>(to, from + lane_id() % 4 * 4);
     else copy_async<16>(to, from + lane_id() % 4 * 8);

@@ -59,10 +59,6 @@ class CudaLoadDevice:
         with _told(nbytes):
             return cupy.empty(nbytes, cupy.uint8)
 
-    def staged_bytes(self) -> int:
-        """Staging memory in use."""
-        return self._pool.used_bytes()
-
     def staging(self, nbytes: int) -> "_Staging":
         self._mine()
         with _told(nbytes):

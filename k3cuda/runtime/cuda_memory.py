@@ -12,7 +12,7 @@ from ..draft_plan import DraftPlan
 from ..errors import OutOfMemory, PlanError
 from ..packing import MAX_PACKED
 from ..plan import Op, Plan
-from ..tables import SESSION, tables_of
+from ..tables import tables_of
 from ..weights import LEGAL_TP
 from .cuda_driver import check, driver
 from .step_room import KERNEL_BYTES, longest_fit, mla_partials, mla_work_bytes, rank_room, session_bytes
@@ -27,9 +27,6 @@ def step_type(session: tuple[str, ...]) -> type[ctypes.Structure]:
               ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p), ("trace", ctypes.c_void_p),
               *((n, ctypes.c_int) for n in ("slots", "pages", "slot_pages", "rank", "loopback", "mla_partials"))]
     return type("StepStruct", (ctypes.Structure,), {"_fields_": fields})
-
-
-StepStruct = step_type(SESSION)   # of the target
 
 
 class OpStruct(ctypes.Structure):
@@ -140,9 +137,9 @@ class RankMemory:
             s.peers[i] = (peers[i] if len(peers) == self.plan.tp else self).arena.data.ptr
         return s
 
-    def op_struct(self, op: Op, first_row: int = 0, kv_scale: float = 1.0) -> OpStruct:
+    def op_struct(self, op: Op, first_row: int = 0) -> OpStruct:
         o = OpStruct(layer=-1 if op.layer is None else op.layer, kind_index=op.kind_index, num_blocks=op.num_blocks,
-                     opens_block=self._opens_block(op), kv_scale=kv_scale, first_row=first_row)
+                     opens_block=self._opens_block(op), kv_scale=1.0, first_row=first_row)
         for i, array in enumerate(self.weights.get((op.layer, op.stage.name), ())):
             o.w[i] = array.data.ptr
         return o

@@ -14,10 +14,10 @@ from .unpack import Tiles, tiles_in
 
 
 class Unpacked:
-    """Of one rank of a CudaBackend. What has been unpacked stays on the host."""
+    """Of the first rank of a CudaBackend. What has been unpacked stays on the host."""
 
-    def __init__(self, backend, rank_index: int = 0):
-        self.cfg, self.tp, self.held = backend.cfg, backend.tp, backend.memories[rank_index].weights
+    def __init__(self, backend):
+        self.cfg, self.tp, self.held = backend.cfg, backend.tp, backend.memories[0].weights
         self._done: dict = {}
 
     def of(self, op: Op) -> SimpleNamespace:

@@ -21,11 +21,6 @@ from .repack import TILE_ROWS, join, leaf_bytes, pack_bf16, pack_mxfp4, tiles_of
 _LOT = 8   # experts that a thread packs before it takes others
 
 
-def op_arrays(op: Op, cfg: K3Config | DraftConfig, tp: int, read, packed: dict = PACKED, weights: dict = BY_NAME) -> list[np.ndarray]:
-    """The packed arrays of one operation on one of `tp` ranks, in the order of `OpArgs.w`. `packed`, `weights`: of its description (tables.py)."""
-    return [packed_array(p, cfg, tp, read, weights) for p in packed.get(op.stage.name, ())]
-
-
 def packed_array(p: Packed, cfg: K3Config | DraftConfig, tp: int, read, weights: dict = BY_NAME) -> np.ndarray:
     """One packed array; `read` gives the rank's slice of a weight by its name: [(experts or layers,) rows, columns]."""
     if p.how == packing.PLAIN:

@@ -123,9 +123,10 @@ def rescored(answer: dict, item: Item, scorer: Scorer) -> dict:
     return answer | {"score": score, "found": found}
 
 
-def wilson(mean: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Interval of a mean of n scores from 0 to 1 (Wilson 1927). For scores between 0 and 1 it is too wide rather than too narrow: no
+def wilson(mean: float, n: int) -> tuple[float, float]:
+    """95 % interval of a mean of n scores from 0 to 1 (Wilson 1927). For scores between 0 and 1 it is too wide rather than too narrow: no
     distribution on [0, 1] has more variance than mean * (1 - mean)."""
+    z = Z95
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(max(mean * (1 - mean), 0) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -10,7 +10,7 @@ from ..packing import FOLDED, PACKED, PLAIN, leaves_and_steps
 from ..weights import BY_NAME, MMA_K, tree_leaves
 
 KDA_HEAD_DIM = 128      # a warp holds a leaf of four keys a lane (kda_state.cuh)
-CONV_WIDTH = 4          # a channel's taps are one vector (kda_core.cuh)
+CONV_WIDTH = 4          # a channel's taps are one vector (kda_state.cuh)
 MAX_RES_BLOCKS = 8      # a warp combines two sums of every closed block (norm_core.cuh)
 MAX_TOP_K = 32          # a chosen expert is a lane (route_core.cuh)
 ODD_LEAF = 65           # k-steps that a copy brings at once where a leaf has no even part (row_shape.cuh)

@@ -6,10 +6,7 @@ import ctypes
 import functools
 import os
 
-import numpy as np
-
 from ..errors import DeviceError
-from .collectives import members
 
 ID_BYTES = 128
 _UINT8 = 1        # ncclUint8: whatever is moved is bytes
@@ -146,34 +143,3 @@ class Communicator:
         comm, self._comm = self._comm, None
         if comm:
             call(self._lib, name, comm)
-
-
-class NcclRanks:
-    """runtime/collectives.py by NCCL: one rank a process, arrays on its GPU.
-
-    Args:
-        xp: CuPy, or for tests NumPy, whose arrays are given.
-        stream: raw pointer of the stream in whose order everything runs.
-    """
-
-    name = "nccl"
-
-    def __init__(self, comm: Communicator, xp, stream: int):
-        self.tp, self.ranks, self._comm, self._xp, self._stream = comm.size, range(comm.rank, comm.rank + 1), comm, xp, stream
-
-    def gather(self, sources, group):
-        part = self._xp.ascontiguousarray(sources[0])
-        whole = self._xp.empty((group, *part.shape), part.dtype)
-        self._comm.gather(_address(part), _address(whole), part.nbytes, members(self._comm.rank, group), self._stream)
-        return [list(whole)]
-
-    def scatter(self, sources, group):
-        source = sources[0]
-        slices = self._xp.ascontiguousarray(self._xp.moveaxis(source.reshape(*source.shape[:-1], group, -1), -2, 0))
-        mine = self._xp.empty_like(slices)
-        self._comm.all_to_all(_address(slices), _address(mine), slices[0].nbytes, members(self._comm.rank, group), self._stream)
-        return [list(mine)]
-
-
-def _address(array) -> int:
-    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr

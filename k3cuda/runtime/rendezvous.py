@@ -80,7 +80,7 @@ class Server:
     """
 
     def __init__(self, host: str, port: int, token: str | bytes):
-        self._key, self._where, self._strangers, self._others = key_of(token), f"{host}:{port}", 0, set()
+        self._key, self._strangers, self._others = key_of(token), 0, set()
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             own = address[0] == "::1" or address[0].startswith("127.")

@@ -132,7 +132,7 @@ def list_wide(experts, top_k, rows, threads, blocks, group):
 
 
 def unit(kernels) -> str:
-    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_rows.cuh", "norm_wide.cuh", "list_wide.cuh"))
+    heads = "".join(f'#include "{h}"\n' for h in ("kda_commit.cuh", "kda_mix.cuh", "kda_rows.cuh", "norm_row.cuh", "norm_wide.cuh", "list_wide.cuh"))
     return heads + "".join(k.source for k in kernels)
 
 

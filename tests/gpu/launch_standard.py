@@ -1,6 +1,6 @@
 """What the standard path's kernels make of each phase of a single launch, from the inputs that the launch itself recorded: for the shim and for
 scripts/bench_launch.py. A device runs kernels by name on NumPy arrays and gives back what they wrote."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import core_kernels as ck
 import launch_standard_mla as mla
@@ -72,6 +72,12 @@ def left_out(program: BlockProgram, block: int, phase: int) -> np.ndarray:
     return words
 
 
+def without_a_product(program: BlockProgram, behind: int) -> BlockProgram:
+    """The program of which block 1 leaves out a unit of the first product that it has part in behind phase `behind`."""
+    phase = next(i for i, at in enumerate(program.places(1)) if i > behind and program.words[1, at] >> 16 and isinstance(program.kinds[program.weights[i][0]], lk.Product))
+    return replace(program, words=left_out(program, 1, phase))
+
+
 def parts_sum(parts, count: int) -> np.ndarray:
     """F32 [rows, n] of the ranks' parts [rows, count n], neighbours first."""
     parts = list(parts.reshape(len(parts), count, -1).transpose(1, 0, 2))
@@ -86,7 +92,7 @@ class Standard:
     def __init__(self, program: BlockProgram, sms: int, clusters: bool, situ, routed_scale: float, norm_eps: float):
         self.program, self.sms, self.clusters, self.scalars = program, sms, clusters, (situ, routed_scale, norm_eps)
         self.norms = {k.stage: (k.n, k.leaves, k.rank_parts, k.blocks, min(k.leaves, MIX_SLICES) if clusters else 1, MIX_THREADS) for k in program.kinds if isinstance(k, Mix)}
-        text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "kda_core.cuh"\n#include "norm_core.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
+        text, self.kernels = f'#define K3_BENCH_SMS {sms}\n#include "bench_core.cuh"\n#include "kda_mix.cuh"\n#include "norm_row.cuh"\n#include "route_core.cuh"\n#include "situ.cuh"\n', []
         for k in program.kinds:
             text += self._source(k)
         of_mla, names = mla.source(program.kinds, 6 if clusters and program.tokens > 1 else 2, MAX_SHARED if clusters else 110 * 1024)
@@ -205,7 +211,8 @@ extern "C" __global__ void sigmoids(const float* x, float* y) { y[threadIdx.x] =
                 turns = x.reshape(rows, -1, 2, 16)
                 x = self._activate(turns[:, :, 0], turns[:, :, 1], situ)
             return self.product(k, weights, x, phase)
-        list_bytes = ls.choice_list(self.choices[layer])
+        made = self.choices[layer]
+        list_bytes = np.ascontiguousarray(made.view(np.uint8)[:made.dtype.fields["weight"][1]])   # its ExpertList alone
         if isinstance(k, lk.ExpertUp):
             y = np.zeros((rows * self.program.top_k, 2, k.outputs), np.float32)
             self.run("experts_up", self.sms, None, [weights, k.pairs, x, x.shape[1], self.program.top_k, list_bytes, y])

@@ -35,17 +35,12 @@ from k3cuda import LLM, SamplingParams
 from k3cuda.runtime.backend import StepRows
 model, out, tp, backend, prompts, tokens, lost = json.loads(sys.argv[1])
 if lost:
-    from dataclasses import replace
-    from launch_standard import left_out
-    from k3cuda.launch_kinds import Product
+    from launch_standard import without_a_product
     from k3cuda.runtime import cuda_launch
     bound = cuda_launch.StepLaunches._bound
 
     def lacking_words(self, program, *more):
-        if self._others.rank == 0:
-            phase = next(i for i, at in enumerate(program.places(1)) if i > 10 and program.words[1, at] >> 16 and isinstance(program.kinds[program.weights[i][0]], Product))
-            program = replace(program, words=left_out(program, 1, phase))
-        return bound(self, program, *more)
+        return bound(self, without_a_product(program, 10) if self._others.rank == 0 else program, *more)
 
     cuda_launch.StepLaunches._bound = lacking_words   # behind what the ranks have compared
 how = {"ranks": "processes", "collectives": "peer"} if tp > 1 else {"ranks": "virtual"}

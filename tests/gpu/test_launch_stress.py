@@ -5,8 +5,6 @@ K3CUDA_STRESS_STEPS: steps of each case, 2,000 by default; K3CUDA_STRESS_REPLAYS
 """
 import ctypes
 import os
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 cp = pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
 
+from lost_result import said_of_loss  # noqa: E402
 from models import PAGES_A_SLOT, open_slot, step_rows  # noqa: E402
 from standard import Cuda, same  # noqa: E402
 
@@ -167,40 +166,7 @@ def test_random_acceptance(pair):
     assert set(pair[0].counts.steps) == {LATENCY_SPECIALIZED} and bucket_of(3) in ROWS
 
 
-LOST = f"""
-import os, sys, time
-sys.path[:0] = {sys.path!r}
-from dataclasses import replace
-from launch_standard import left_out
-from k3cuda.launch_kinds import Product
-from k3cuda.runtime import cuda_launch
-from test_launch_stress import *
-whole = cuda_launch.launched
-
-def lacking(*args):
-    p = whole(*args)
-    phase = next(i for i, at in enumerate(p.places(1)) if i > 10 and p.words[1, at] >> 16 and isinstance(p.kinds[p.weights[i][0]], Product))
-    return replace(p, words=left_out(p, 1, phase))
-
-cuda_launch.launched = lacking
-be = Cuda(MadeCheckpoint(config(4), seed=3), 4, specialized=True, max_batch=1)
-open_slot(be, 0)
-with delays():
-    be.step_launches.declines(1)
-start = time.monotonic()
-try:
-    be.step(step_rows((0, 0, [1])))
-    be.logits()
-except Exception as e:
-    print(type(e).__name__, e)
-print(f"ended within {{time.monotonic() - start:.2f}} s", flush=True)
-be.close()
-os._exit(0)   # what is left of CuPy's memory cannot be freed
-"""
-
-
 def test_a_part_that_a_rank_does_not_send_ends_in_a_name():
-    """Two seconds, and what a graph's first launch takes. In a process of its own: a launch that ends itself takes all of the process's memory on the GPU with it."""
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=100)
-    print(done.stdout)
-    assert "StepTimeout a step in one launch ended itself: block" in done.stdout and "waited 2 s for" in done.stdout, (done.stdout, done.stderr[-2000:])
+    """Two seconds, and what a graph's first launch takes."""
+    said = said_of_loss(__name__, "with delays(): lose(Cuda(MadeCheckpoint(config(4), seed=3), 4, specialized=True, max_batch=1), behind=10)", timeout=100)
+    assert "waited 2 s for" in said

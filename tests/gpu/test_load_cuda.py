@@ -62,7 +62,7 @@ def test_nothing_stays_of_a_load_that_failed(folder, monkeypatch, error):
         with pytest.raises(error):
             device_load.load_weights(build_plan(checkpoint.cfg, 2), checkpoint, 2, range(2), device, Loading("buffered"))
         gc.collect()
-        assert (cp.get_default_memory_pool().used_bytes(), device.staged_bytes()) == (before, 0)
+        assert (cp.get_default_memory_pool().used_bytes(), device._pool.used_bytes()) == (before, 0)
 
 
 

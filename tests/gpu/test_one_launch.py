@@ -1,6 +1,4 @@
 """Steps in one launch through the backend: the standard path's bytes, step by step on one cache, in what they leave as well; and what ends a wait."""
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -10,6 +8,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cuda[cu13] or k3cuda[cu12]")
 
+from lost_result import said_of_loss  # noqa: E402
 from models import open_slot, step_rows  # noqa: E402
 from standard import Cuda, same  # noqa: E402
 
@@ -112,8 +111,6 @@ def test_steps_that_overlap(pair):
     assert pair[0].counts.steps == {LATENCY_SPECIALIZED: 20}
 
 
-
-
 @pytest.mark.parametrize(("rows", "context"), [(1, 1), (2, 300), (8, 8), (8, 2000)])
 def test_first_layers_of_the_release(release, rows, context):
     """StepBench's own checks, against the standard path's kernels."""
@@ -138,36 +135,7 @@ def release():
     made.close()
 
 
-LOST = f"""
-import os, sys
-sys.path[:0] = {sys.path!r}
-from dataclasses import replace
-from launch_standard import left_out
-from k3cuda.launch_kinds import Product
-from k3cuda.runtime import cuda_launch
-from test_one_launch import *
-whole = cuda_launch.launched
-
-def lacking(*args):
-    p = whole(*args)
-    phase = next(i for i, at in enumerate(p.places(1)) if i > 30 and p.words[1, at] >> 16 and isinstance(p.kinds[p.weights[i][0]], Product))
-    return replace(p, words=left_out(p, 1, phase))
-
-cuda_launch.launched, cuda_launch.LIMIT_NS = lacking, 300_000_000
-be = Cuda(MadeCheckpoint(made_config(**SMALL), seed=3), TP, only_rank=RANK, specialized=True)
-open_slot(be, 0)
-try:
-    be.step(step_rows((0, 0, [1])))
-    be.logits()
-except Exception as e:
-    print(type(e).__name__, e)
-be.close()
-print("closed", flush=True)
-os._exit(0)   # what is left of CuPy's memory cannot be freed
-"""
-
-
 def test_a_result_that_never_comes_ends_in_a_name():
-    """A block leaves out a unit. In a process of its own: a launch that ends itself takes all of the process's memory on the GPU with it."""
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60)
-    assert "StepTimeout a step in one launch ended itself: block" in done.stdout and done.stdout.endswith("closed\n"), (done.stdout, done.stderr[-2000:])
+    """A block leaves out a unit. The backend can be closed behind it."""
+    said = said_of_loss(__name__, "lose(Cuda(MadeCheckpoint(made_config(**SMALL), seed=3), TP, only_rank=RANK, specialized=True), behind=30, limit_ns=300_000_000)", timeout=60)
+    assert said.endswith("closed\n")

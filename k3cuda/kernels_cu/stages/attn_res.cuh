@@ -1,5 +1,6 @@
 // Between two half layers: what the one left joins the prefix sum, AttnRes mixes it with the closed blocks, the norm feeds the next.
 #pragma once
+#include "norm_row.cuh"
 #include "norm_wide.cuh"
 #include "stages/common.cuh"
 

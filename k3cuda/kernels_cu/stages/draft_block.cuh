@@ -1,7 +1,7 @@
 // Between the halves of a draft's layer, its plain gated MLP, and the end of its block.
 #pragma once
 #include "draft_core.cuh"
-#include "norm_core.cuh"
+#include "norm_row.cuh"
 
 namespace stage {
 

@@ -1,6 +1,7 @@
 // Kimi Delta Attention: projections, the fused middle, the commit.
 #pragma once
 #include "kda_commit.cuh"
+#include "kda_mix.cuh"
 #include "kda_rows.cuh"
 #include "stages/common.cuh"
 

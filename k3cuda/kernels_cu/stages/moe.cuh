@@ -3,6 +3,7 @@
 #include "expert_down.cuh"
 #include "expert_wide.cuh"
 #include "list_wide.cuh"
+#include "norm_row.cuh"
 #include "norm_wide.cuh"
 #include "stages/common.cuh"
 #include "route_core.cuh"

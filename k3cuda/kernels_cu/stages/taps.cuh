@@ -1,6 +1,6 @@
 // What a draft model reads of the target: the prefix sum behind a layer, or the mixture that the next layer reads.
 #pragma once
-#include "norm_core.cuh"
+#include "norm_row.cuh"
 #include "stages/common.cuh"
 
 namespace stage {

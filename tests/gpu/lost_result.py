@@ -1,0 +1,37 @@
+"""Steps in one launch that lose a result, in a process of their own: a launch that ends itself takes all of the process's memory on the GPU with it."""
+import os
+import subprocess
+import sys
+import time
+
+from launch_standard import without_a_product
+from models import open_slot, step_rows
+
+from k3cuda.runtime import cuda_launch
+
+
+def lose(be, behind: int, limit_ns: int = cuda_launch.LIMIT_NS) -> None:
+    """A step of one row by a backend that has made no launch yet, of `without_a_product`. Prints what it ends in, and ends the process."""
+    whole = cuda_launch.launched
+    cuda_launch.launched, cuda_launch.LIMIT_NS = lambda *args: without_a_product(whole(*args), behind), limit_ns
+    open_slot(be, 0)
+    be.step_launches.declines(1)   # makes it
+    start = time.monotonic()
+    try:
+        be.step(step_rows((0, 0, [1])))
+        be.logits()
+    except Exception as e:
+        print(type(e).__name__, e)
+    print(f"ended within {time.monotonic() - start:.2f} s")
+    be.close()
+    print("closed", flush=True)
+    os._exit(0)   # what is left of CuPy's memory cannot be freed
+
+
+def said_of_loss(module: str, call: str, timeout: float) -> str:
+    """What a process prints that calls `lose` with the names of a test's module: the step ends with a name."""
+    script = f"import sys\nsys.path[:0] = {sys.path!r}\nfrom {module} import *\nfrom lost_result import lose\n{call}\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout)
+    print(done.stdout)
+    assert "StepTimeout a step in one launch ended itself: block" in done.stdout, (done.stdout, done.stderr[-2000:])
+    return done.stdout

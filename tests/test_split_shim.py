@@ -79,12 +79,14 @@ def test_ranks_attend_together(tp, dcp, tmp_path):
         assert np.linalg.norm(got - want) < 4e-3 * np.linalg.norm(want), row
 
 
-@pytest.mark.parametrize("arch, dcp, rows, kv", [("sm_90a", 16, 64, "bf16"), ("sm_100a", 16, 8, "fp8_e4m3"), ("sm_103a", 4, 64, "bf16")])
+# With FP8 on sm_100a are those that one NVRTC or another has spilled in; of a group of one rank, attention of a wide step.
+@pytest.mark.parametrize("arch, dcp, rows, kv", [("sm_90a", 16, 64, "bf16"), ("sm_100a", 16, 8, "fp8_e4m3"), ("sm_100a", 4, 8, "fp8_e4m3"), ("sm_103a", 4, 64, "bf16"),
+                                                 ("sm_100a", 1, 256, "fp8_e4m3")])
 def test_kernels_of_the_release_spill_nothing(arch, dcp, rows, kv):
-    plan = build_plan(K3Config.from_json(RELEASED_FOLDER), 16, dcp=dcp)
+    plan, stages = build_plan(K3Config.from_json(RELEASED_FOLDER), 16, dcp=dcp), STAGES if dcp > 1 else ("mla_attend",)
     files = build_files(plan, rows, kv, ride=False)
-    names = [k for name in STAGES for op in plan.ops if op.stage.name == name for k in kernels_of(op.stage, plan, rows, False)]
+    names = [k for name in stages for op in plan.ops if op.stage.name == name for k in kernels_of(op.stage, plan, rows, False)]
     lines = files.pop("kernels.cu").split("\n")
     source = [line for line in lines if '"C"' not in line and "static_assert" not in line or any(f"k_{n}_launch[" in line or f" k_{n}(" in line for n in names)]
-    resources = compile_cuda("\n".join(source), arch, headers=files, strict=True, name="the kernels of a split cache").resources()
-    assert set(resources) == {f"k_{n}" for n in names} and "k_mla_merge" in resources and not any(r.spills or r.stack for r in resources.values())
+    resources = compile_cuda("\n".join(source), arch, headers=files, strict=True, name="kernels of latent attention").resources()
+    assert set(resources) == {f"k_{n}" for n in names} and ("k_mla_merge" in resources) == (dcp > 1) and not any(r.spills or r.stack for r in resources.values())

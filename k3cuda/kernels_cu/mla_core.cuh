@@ -28,6 +28,7 @@ struct MlaBf16 {
   // Transposed: matrices are (positions 0-7, dims 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15).
   K3_DEVICE static uint4 columns(const uint4& v, int) { return {v.x, v.z, v.y, v.w}; }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_bf16(lo, hi); }
+  K3_DEVICE static float weight(float x) { return exp2f(x); }
   K3_DEVICE static float query_scale(float) { return 1; }
   // Eight values of a query, dims 8 half to + 7 of a k-step, into the 32 bytes at `at` of a tile of columns.
   K3_DEVICE static void store_query(u8* tile, u32 at, int half, const u32 (&v)[4]) { *(uint4*)(tile + column_swizzle(at + half * 16)) = {v[0], v[1], v[2], v[3]}; }
@@ -61,6 +62,7 @@ struct MlaE4m3 {
     return a;
   }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_f16(lo, hi); }
+  K3_DEVICE static float weight(float x) { return exp2_normal(x); }   // what it leaves out is 0 in FP16
   K3_DEVICE static float query_scale(float largest) {   // brings the largest value to [2^14, 2^15)
     int e = int(__float_as_uint(largest) >> 23) - 127;
     return e < -100 || e > 100 ? 1 : __uint_as_float(u32(127 + 14 - e) << 23);

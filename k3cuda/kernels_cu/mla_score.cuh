@@ -65,6 +65,32 @@ K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int 
     for (int j = 0; j < 4; ++j) settle(s[n][j]);
 }
 
+// The largest scores of a piece's 16 rows: lanes 4 g + t get those of columns 2t, 2t + 1 of tile g, all tiles side by side. A lane whose g is no tile's gets
+// something else.
+template <int kUse>
+K3_DEVICE float2 mla_piece_top(const float (&s)[kUse][4], int g) {
+  constexpr int kTiles = kUse > 4 ? 8 : kUse > 2 ? 4 : kUse;
+  float v[kTiles][2];
+  K3_UNROLL
+  for (int n = 0; n < kTiles; ++n)
+    K3_UNROLL
+    for (int j = 0; j < 2; ++j) v[n][j] = n < kUse ? fmaxf(s[n < kUse ? n : 0][j], s[n < kUse ? n : 0][2 + j]) : minus_infinity();
+  K3_UNROLL
+  for (int half = kTiles / 2; half; half /= 2)   // half of the tiles go to the lanes on the other side
+    K3_UNROLL
+    for (int n = 0; n < half; ++n)
+      K3_UNROLL
+      for (int j = 0; j < 2; ++j) {
+        const float given = __shfl_xor_sync(kFullWarp, g & half ? v[n][j] : v[n + half][j], 4 * half);
+        v[n][j] = fmaxf(g & half ? v[n + half][j] : v[n][j], given);
+      }
+  K3_UNROLL
+  for (int d = 4 * kTiles; d < kWarpSize; d *= 2)
+    K3_UNROLL
+    for (int j = 0; j < 2; ++j) v[0][j] = fmaxf(v[0][j], __shfl_xor_sync(kFullWarp, v[0][j], d));
+  return {v[0][0], v[0][1]};
+}
+
 // Warp `piece` (0-3) of set `set`; sets take turns by pages. m runs through the pages: of two sets, one takes it from the other.
 template <class S, int kUse>
 K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCursor& c, u32& count, int lane) {
@@ -82,59 +108,50 @@ K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCurso
     float s[kUse][4] = {};
     mla_score_products<S, kUse>(s, shared_address(m.ring[p.at]) + lane % 16 * S::kRowBytes + lane / 16 * 16, query, lane);
     const bool edge = page + kMlaPage - 1 > m.item[k & 1].low;    // some row does not see all of the page
-    K3_UNROLL
-    for (int n = 0; n < kUse; ++n) {
-      float v[2];
+    if (edge)
       K3_UNROLL
-      for (int j = 0; j < 2; ++j) {
-        if (edge) {
+      for (int n = 0; n < kUse; ++n)
+        K3_UNROLL
+        for (int j = 0; j < 2; ++j) {
           const int limit = m.limit[place + n * 8 + 2 * t + j], position = page + piece * 16 + g;
           if (position > limit) s[n][j] = minus_infinity();
           if (position + 8 > limit) s[n][2 + j] = minus_infinity();
         }
-        v[j] = fmaxf(s[n][j], s[n][2 + j]);
-        K3_UNROLL
-        for (int d = 4; d < kWarpSize; d *= 2) v[j] = fmaxf(v[j], __shfl_xor_sync(kFullWarp, v[j], d));
-      }
-      if (g == 0) *(float2*)&m.piece_top[count & 3][piece][n * 8 + 2 * t] = {v[0], v[1]};
-    }
+    const float2 piece_top = mla_piece_top<kUse>(s, g);
+    const bool has_tile = g < kUse;                               // lanes 4 g + t look after tile g of the queries, for all of them
+    const int own = (has_tile ? g : 0) * 8 + 2 * t;
+    if (has_tile) *(float2*)&m.piece_top[count & 3][piece][own] = piece_top;
     named_barrier(3 + set, 128);
     if (S::kSets > 1 && count) barrier_wait(&m.top_full[buffer ^ 1], (count - 1) / 2 & 1);
     barrier_wait(&m.weight_empty[buffer], count / 2 & 1 ^ 1);
     const bool first = page == m.item[k & 1].begin;
-    bool changed = false;
-    float2 shift[kUse];
+    const float2 own_scale = *(const float2*)&m.scale[place + own];
+    float2 most = *(const float2*)&m.piece_top[count & 3][0][own], last = *(const float2*)&m.top[buffer ^ 1][own];
     K3_UNROLL
-    for (int n = 0; n < kUse; ++n) {
-      const int column = n * 8 + 2 * t;
-      const float2 scale = *(const float2*)&m.scale[place + column];
-      float2 most = *(const float2*)&m.piece_top[count & 3][0][column], last = *(const float2*)&m.top[buffer ^ 1][column];
-      K3_UNROLL
-      for (int i = 1; i < 4; ++i) {
-        const float2 x = *(const float2*)&m.piece_top[count & 3][i][column];
-        most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y)};
-      }
-      if (first) last = {minus_infinity(), minus_infinity()};
-      // Rounding keeps order: the largest product is that of the largest score.
-      const float2 now{fmaxf(last.x, ceilf(most.x * scale.x)), fmaxf(last.y, ceilf(most.y * scale.y))};
-      const float2 factor{power_of_two(last.x - now.x), power_of_two(last.y - now.y)};
-      changed |= factor.x != 1.0f || factor.y != 1.0f;
-      shift[n] = {C::kShift - now.x, C::kShift - now.y};
-      if (piece == 0 && g == 0) {
-        *(float2*)&m.top[buffer][column] = now;
-        *(float2*)&m.factor[buffer][column] = factor;
-      }
+    for (int i = 1; i < 4; ++i) {
+      const float2 x = *(const float2*)&m.piece_top[count & 3][i][own];
+      most = {fmaxf(most.x, x.x), fmaxf(most.y, x.y)};
     }
-    changed = __any_sync(kFullWarp, changed && !first);
+    if (first) last = {minus_infinity(), minus_infinity()};
+    // Rounding keeps order: the largest product is that of the largest score.
+    const float2 now{fmaxf(last.x, ceilf(most.x * own_scale.x)), fmaxf(last.y, ceilf(most.y * own_scale.y))};
+    const float2 factor{power_of_two(last.x - now.x), power_of_two(last.y - now.y)}, own_shift{C::kShift - now.x, C::kShift - now.y};
+    if (piece == 0 && has_tile) {
+      *(float2*)&m.top[buffer][own] = now;
+      *(float2*)&m.factor[buffer][own] = factor;
+    }
+    const bool changed = __any_sync(kFullWarp, (factor.x != 1.0f || factor.y != 1.0f) && !first);
     if (piece == 0 && lane == 0) m.rescale[buffer] = changed;
     __syncwarp();
     if (S::kSets > 1 && lane == 0) barrier_arrive(&m.top_full[buffer]);   // of all four: all have read the other set's m
     K3_UNROLL
     for (int n = 0; n < kUse; ++n) {
       const float2 scale = *(const float2*)&m.scale[place + n * 8 + 2 * t];
+      float2 shift = own_shift;
+      if (kUse > 1) shift = {__shfl_sync(kFullWarp, own_shift.x, n * 4 + t), __shfl_sync(kFullWarp, own_shift.y, n * 4 + t)};
       // Lane 4 g + t of 8 positions x 8 queries: position g, queries 2t and 2t + 1.
-      m.weight[buffer][2 * piece][n][lane] = C::pack(exp2f(fmaf(s[n][0], scale.x, shift[n].x)), exp2f(fmaf(s[n][1], scale.y, shift[n].y)));
-      m.weight[buffer][2 * piece + 1][n][lane] = C::pack(exp2f(fmaf(s[n][2], scale.x, shift[n].x)), exp2f(fmaf(s[n][3], scale.y, shift[n].y)));
+      m.weight[buffer][2 * piece][n][lane] = C::pack(C::weight(fmaf(s[n][0], scale.x, shift.x)), C::weight(fmaf(s[n][1], scale.y, shift.y)));
+      m.weight[buffer][2 * piece + 1][n][lane] = C::pack(C::weight(fmaf(s[n][2], scale.x, shift.x)), C::weight(fmaf(s[n][3], scale.y, shift.y)));
     }
     if (edge) mla_clear_hidden<S>(m, c, page, m.item[k & 1], piece * kWarpSize + lane);
     fence_copies();

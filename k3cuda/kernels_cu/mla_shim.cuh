@@ -101,6 +101,7 @@ inline u32 half_bits(float v) {
   return sign | (m < 1024 ? m : u32(e + 14) * 1024 + m - 1024);
 }
 inline float divide(float a, float b) { return a / b; }
+inline float exp2_normal(float x) { return x < -126 ? 0 : exp2f(x); }
 inline u32 pack_f16(float lo, float hi) { return half_bits(lo) | half_bits(hi) << 16; }
 inline u32 pack_bf16(float lo, float hi) { return float_to_bf16(lo).bits | u32(float_to_bf16(hi).bits) << 16; }
 inline u32 e4m3_half(u32 b) {

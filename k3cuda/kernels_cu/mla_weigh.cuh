@@ -73,11 +73,11 @@ K3_DEVICE void mla_finish(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item
 template <class S, int kUse>
 K3_DEVICE void mla_store_partial(const MlaAttend& a, const MlaItem& item, int own, const float (&o)[S::kOwnRowTiles][kUse][4], int lane) {
   using C = typename S::Cache;
-  const int here = not_before_here(lane), g = here / 4, t = here % 4;
   float* to = a.partial + size_t(item.partial) * S::kLatent;
   K3_UNROLL
   for (int i = 0; i < S::kOwnRowTiles; ++i) {
     if (S::kLatent % 512 && own + i >= S::kLatent / 16) break;
+    const int here = not_before_here(lane), g = here / 4, t = here % 4;   // anew for each tile: the addresses of all columns would be kept for the next
     K3_UNROLL
     for (int n = 0; n < kUse; ++n)
       K3_UNROLL

@@ -9,7 +9,11 @@ from .launch_kinds import Product
 
 TOKENS_OF_ENTRY = 8   # expert_core.cuh
 COPY = 7680           # bytes of a bulk copy at most: the fastest measured (docs/megakernel-log.md)
-LIMIT_NS = 2_000_000_000   # that any wait may take; the kernel counts in units of 1,024 (launch_ring.cuh)
+# What a wait inside a step may take, in nanoseconds; the kernel counts in units of 1,024 (launch_ring.cuh). The longest step measured takes 15 ms, and no wait waits for a
+# host: blocks of a launch begin together, ranks in launches of their own meet before it, with a limit of its own (`meet_ns`). So this is 30 steps, which leaves room
+# for other processes' turns on the GPU. From above: a lost value is to have its name within 2 s of the launch's beginning. What producers wait for may take twice as
+# long (`times` of Spin), and behind that the driver needs 0.9 s to tell the host of a trap (with 2 s here an H200's host knew after 2.9).
+LIMIT_NS = 500_000_000
 STAMPS = 7            # of a phase in a block: LaunchStamp
 COUNT_BYTES, FAILED_AT = 128 * 19, 8   # of LaunchCounts; where in it `failed` stands
 
@@ -110,7 +114,7 @@ def arguments(program: BlockProgram, *, window: int, first_window: int | None = 
     Args:
         window: bytes that a block has in flight at most.
         first_window: the same for phases of the first kind that has weights (kda_in of a layer); None: the same.
-        limit_ns: nanoseconds that any wait may take.
+        limit_ns: nanoseconds that any wait inside a step may take.
         meet_ns: nanoseconds that ranks in launches of their own wait for one another when they begin, at most.
         rank: this one's number, where there are several.
         situ: the two betas of the activation. routed_scale: what a row's expert weights add up to. norm_eps: of every norm.

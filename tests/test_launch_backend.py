@@ -252,9 +252,12 @@ def test_a_launch_that_ended_itself_says_who_waited_for_what(monkeypatch, plan):
             cuda_driver.check((code,))
         assert found.failure() is None
         found._records.words[8][:5] = 3, 17, 4, at, 99
-        with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited 2 s for a vector in o_proj, layer 40 \(phase {at}, 99\); use decode_backend 'standard'"):
+        with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited 0.5 s for a vector in o_proj, layer 40 \(phase {at}, 99\); use decode_backend 'standard'"):
             cuda_driver.check((code,))
         assert trouble_text(found._records.words[8], program) in str(found.failure())
+        late = lambda wait, phase: trouble_text(np.array([WAITS.index(wait), 0, 0, phase, 3], np.uint32), program)
+        assert "waited 1 s for room in the ring in o_proj" in late("room in the ring", at)   # producers, because of others
+        assert "waited 600 s for rank 3 in embed" in late("another rank", 0) and "waited 0.5 s for rank 3 in lm_head" in late("another rank", program.phases - 1)
         with pytest.raises(StepTimeout, match="o_proj, layer 40"), cuda_launch.explained():   # as in each call of a backend
             raise CUDARuntimeError(719)
     finally:

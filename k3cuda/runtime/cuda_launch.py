@@ -21,9 +21,8 @@ from .cuda_driver import Device, Launch, Module, check, driver, explanations
 from .cuda_memory import RankMemory
 from .cuda_launch_peers import LaunchPeers
 from .launch_pointers import Places, Pointers
-from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
+from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
 from .loading import Loading
-from .peer_exchange import LIMIT_S
 
 log = logging.getLogger("k3cuda")
 
@@ -200,7 +199,7 @@ class StepLaunches:
 
     def _arguments(self, program: BlockProgram, rank: int, own: ls.LaunchPeer, **addresses: int) -> ls.LaunchArgs:
         cfg = self.plan.cfg
-        return ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, meet_ns=int(LIMIT_S * 1e9), rank=rank,
+        return ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, meet_ns=int(MEET_S * 1e9), rank=rank,
                             situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta), routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, exchange=own.exchange, result=own.result,
                             counts=own.counts, trouble=self._records.words[program.rows].ctypes.data, **addresses)
 

@@ -14,6 +14,7 @@ from ..phases import Grid
 from ..plan import Plan
 from .cuda_jit import Compiled, compile_cuda
 from .machine import PEER, VIRTUAL
+from .peer_exchange import LIMIT_S
 
 KERNEL, SCALE = "launched_step", "launched_step_scale"
 LOG2_E = "1.44269504088896340736"   # kLog2E of stages/common.cuh
@@ -23,9 +24,13 @@ BUCKETS = (1, 2, 4, MAX_TOKENS)      # rows that a launch is made for: a step ru
 WINDOW = 48 * 1024                  # bytes that a block has in flight, as scripts/bench_launch.py has them by default
 LOOPBACK = "loopback"                # Backend.ranks of one rank alone, which stands for all
 TOO_MANY_ROWS = f"more rows than the {MAX_TOKENS} of one launch"
+# What ranks in launches of their own wait for one another before a step, as in their other exchanges: one may be late by what its host or a compiler takes. Inside a step
+# nobody waits for a host, and waits have LIMIT_NS.
+MEET_S = LIMIT_S
+ROOM, RANK = "room in the ring", "another rank"
 # What `LaunchWait` of launch_ring.cuh counts, in words behind "waited for".
-WAITS = ("", "weights", "room in the ring", "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
-         "its own block to choose", "sums of its own block", "a page of its program", "another rank")
+WAITS = ("", "weights", ROOM, "a vector", "sums of its cluster", "all blocks to read", "all blocks to clear", "a clean slot", "its own block to read",
+         "its own block to choose", "sums of its own block", "a page of its program", RANK)
 
 
 def misfit(plan: Plan, ranks: str, probes: Probes = NO_PROBES) -> str | None:
@@ -67,5 +72,9 @@ def compiled_launch(plan: Plan, program: BlockProgram, arch: str, *, ranks_here:
 def trouble_text(trouble: np.ndarray, program: BlockProgram) -> str:
     """Who waited for what too long, from a launch's Watch record."""
     what, block, warp, phase, detail = map(int, trouble[:5])
-    step = program.steps[phase]
-    return f"block {block}, warp {warp} waited {LIMIT_NS / 1e9:g} s for {WAITS[what]} in {step.name}, layer {step.layer} (phase {phase}, {detail})"
+    step, wait, seconds = program.steps[phase], WAITS[what], LIMIT_NS / 1e9
+    if wait == RANK:   # before the first phase or behind the last one
+        wait, seconds = f"rank {detail}", seconds if phase else MEET_S
+    elif wait == ROOM:
+        seconds *= 2   # `times` of the kernel's Spin
+    return f"block {block}, warp {warp} waited {seconds:g} s for {wait} in {step.name}, layer {step.layer} (phase {phase}, {detail})"

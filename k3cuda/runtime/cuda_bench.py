@@ -22,9 +22,8 @@ from ..plan import Op, build_plan
 from .cuda_backend import CudaBackend
 from .cuda_bench_checks import check_experts, check_step, check_time, other_bucket, same_step
 from .cuda_compare import launch_groups
-from .cuda_driver import open_device
+from .cuda_driver import explained, open_device
 from .cuda_kernels import bucket_of, compile_bucket, side_by_side
-from .cuda_launch import explained
 from .cuda_synthetic import Filler, synthetic_draft, synthetic_weights
 from .cuda_timing import Timer
 from .drafting import Drafting

@@ -4,7 +4,7 @@ What it reads and leaves lies where the standard path has it, so that steps of b
 """
 import ctypes
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import cupy
@@ -27,17 +27,6 @@ from .loading import Loading
 log = logging.getLogger("k3cuda")
 
 _RECORD = 16   # words of a Watch record, and room between two
-
-
-@contextmanager
-def explained():
-    """Where CuPy's runtime fails: raises what one of `explanations` knows in the place of its own words."""
-    try:
-        yield
-    except cupy.cuda.runtime.CUDARuntimeError as failed:
-        for error in filter(None, (ask() for ask in explanations)):
-            raise error from failed
-        raise
 
 
 @dataclass
@@ -82,7 +71,7 @@ class _Records:
         for bucket, program in self.programs.items():
             if (record := self.words[bucket])[0]:
                 return StepTimeout(f"a step in one launch ended itself: {trouble_text(record, program)}",
-                                   "use decode_backend 'standard', and let nothing else use the GPU during a step")
+                                   "start the process again, since all that it had on the GPU is lost; use decode_backend 'standard', or let nothing else use the GPU during a step")
         return None
 
 

@@ -19,7 +19,7 @@ COUNT_BYTES, FAILED_AT = 128 * 19, 8   # of LaunchCounts; where in it `failed` s
 
 
 def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY, shared: int = MAX_SHARED, name: str = "product_chain",
-              receive_batch: int = 4, poll: bool = False, probed: bool = False, ranks_here: bool = False) -> str:
+              receive_batch: int = 4, poll: bool = False, probed: bool = False, ranks_here: bool = False, hop_kinds: tuple[int, ...] = (), hop_cycles: int = 0) -> str:
     """C++ of the shape of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
 
     Args:
@@ -27,12 +27,14 @@ def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY
         receive_batch: vectors that a thread asks for at once, at most. poll: who waits for the ring does not sleep.
         probed: with records and stamps, for tests and benchmarks.
         ranks_here: all of the program's ranks are in the launch, groups of blocks behind one another; else each has a launch of its own.
+        hop_kinds: kinds of phases (launch_step.hop_kinds) that go on waiting `hop_cycles` for what a collective brings, a benchmark's slow link.
     """
     here = program.ranks if ranks_here else 1
     streaming = next((i for i, k in enumerate(program.kinds) if k.is_chosen or isinstance(k, Product)), -1)
     numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {program.page}, {shared}, {streaming}"
+    hops = f"#define K3_LINK_KINDS {sum(1 << i for i in hop_kinds)}u\n#define K3_LINK_CYCLES {hop_cycles}\n" if hop_cycles and hop_kinds else ""
     kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
-    return (f'#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n'
+    return (f'{hops}#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n'
             f'#define K3_RANKS {program.ranks}\n#define K3_RANKS_HERE {here}\n#define K3_SCOPE "{"sys" if program.ranks > here else "gpu"}"\n#include "launch_core.cuh"\n'
             f"typedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n"
             f'extern "C" __constant__ int {name}_launch[4] = {{kLaunchThreads, {name}_shape::kSmem, {name}_shape::kCluster, {name}_shape::kSlots}};\n')

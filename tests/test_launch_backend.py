@@ -54,7 +54,7 @@ def plan():
 @pytest.mark.parametrize("options, ranks, probes, words", [
     ({}, LOOPBACK, NO_PROBES, None), ({"tp": 1}, "nccl", NO_PROBES, None), ({}, VIRTUAL, NO_PROBES, None), ({}, PEER, NO_PROBES, None), ({}, NCCL, NO_PROBES, "not mapped"),
     ({"dcp": 2}, LOOPBACK, NO_PROBES, "split over ranks"), ({"taps": Taps((1,), "prefix")}, LOOPBACK, NO_PROBES, None),
-    ({}, LOOPBACK, Probes(forced_experts=4), "probes")])
+    ({}, LOOPBACK, Probes(forced_experts=4), "forced experts"), ({}, LOOPBACK, Probes(trace=True), "traces"), ({}, LOOPBACK, Probes(hop_cycles=9), None)])
 def test_what_no_step_of_a_backend_can_do(options, ranks, probes, words):
     found = misfit(build_plan(made_config(), **{"tp": 2} | options), ranks, probes)
     assert found is None if words is None else words in found
@@ -141,7 +141,7 @@ def on_host(monkeypatch):
     module = SimpleNamespace(constants=constants, function=lambda name, shared=0: name, close=lambda: closed.append(True))
     cu = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda function, grid: 64, cuOccupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1, cuStreamSynchronize=lambda stream: None)
     for name, value in {"cupy": cupy, "Launch": launch, "Module": lambda cubin: module, "check": lambda result: result, "driver": lambda: cu,
-                        "compiled_launch": lambda plan, program, arch, ranks_here: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
+                        "compiled_launch": lambda plan, program, arch, ranks_here, probes: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
         monkeypatch.setattr(cuda_launch, name, value)
     return array, made, compiled, closed
 
@@ -319,6 +319,21 @@ def test_a_rank_leaves_what_ended_with_its_context(monkeypatch):
     with pytest.raises(StepTimeout, match="block 17") as failed:
         CudaRank(None, SimpleNamespace(rank=0, size=2, abort=lambda: pytest.fail("NCCL")), 0)
     assert failed.value.__context__ is None
+
+
+def test_a_probe_of_hops_is_built_in_and_its_hops_are_counted(monkeypatch, plan):
+    program, built = launched(plan, 1, 132, "fp8_e4m3"), []
+    monkeypatch.setattr(cuda_launch, "launched", lambda *_: program)
+    monkeypatch.setattr(cuda_launch, "compiled_launch", lambda *_, **options: built.append(options["probes"]) or SimpleNamespace(cubin=b""))
+    monkeypatch.setattr(cuda_launch, "Module", lambda cubin: SimpleNamespace(constants=lambda name, count: (576, 230_000, CLUSTER, 16), function=lambda name, shared: name, close=lambda: None))
+    monkeypatch.setattr(cuda_launch.StepLaunches, "_resident", lambda *_: 132)
+    monkeypatch.setattr(cuda_launch, "Launch", lambda *_, **__: None)
+    for probes, hops in ((NO_PROBES, 0), (Probes(hop_cycles=9), 465)):
+        found = launches(monkeypatch, lambda self, bucket: SimpleNamespace(program=self._compiled(bucket)[0], module=SimpleNamespace(close=lambda: None)), plan=plan, probes=probes,
+                         device=Device(0, "a GPU", "sm_90a", 132, 227 << 10))
+        assert found.declines(1) is None and found.hops(1) == hops
+        cuda_driver.explanations.remove(found.failure)
+    assert built == [NO_PROBES, Probes(hop_cycles=9)]
 
 
 def test_every_wait_of_the_kernel_has_words():

@@ -21,7 +21,7 @@ from .cuda_driver import Device, Launch, Module, check, driver, explanations
 from .cuda_memory import RankMemory
 from .cuda_launch_peers import LaunchPeers
 from .launch_pointers import Places, Pointers
-from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
+from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, delayed_hops, launched, misfit, trouble_text
 from .loading import Loading
 
 log = logging.getLogger("k3cuda")
@@ -87,7 +87,7 @@ class StepLaunches:
                  others: LaunchPeers | None = None):
         self.plan, self.memories, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memories, device, stream, kv_cache_dtype, loading
         self._ranks, self._are_here, self._others = 1 if ranks == LOOPBACK else plan.tp, len(memories) > 1, others
-        self._misfit = misfit(plan, ranks, probes)
+        self._probes, self._misfit = probes, misfit(plan, ranks, probes)
         if self._misfit:
             log.warning("no step runs in one launch: %s", self._misfit)
         self._made: dict[int, _Built | str] = {}   # bucket -> a launch, or why there is none
@@ -113,6 +113,10 @@ class StepLaunches:
     def launches(self, bucket: int) -> list:
         """For steps of up to so many rows, which `declines` has nothing against: the launch, and what belongs right behind it."""
         return self._made[bucket].launches
+
+    def hops(self, bucket: int) -> int:
+        """Of such a step: how many of its phases a probe of hops lets wait."""
+        return delayed_hops(self.plan, self._made[bucket].program) if self._probes.hop_cycles else 0
 
     def close(self) -> None:
         """Graphs with its launches must be gone."""
@@ -143,7 +147,7 @@ class StepLaunches:
         while True:
             program = launched(self.plan, bucket, sms, self.kv_cache_dtype, self._ranks)
             with self._loading.phase("compile"):
-                module = Module(compiled_launch(self.plan, program, self.device.arch, ranks_here=self._are_here).cubin)
+                module = Module(compiled_launch(self.plan, program, self.device.arch, ranks_here=self._are_here, probes=self._probes).cubin)
             threads, shared_bytes, cluster, _ = module.constants(f"{KERNEL}_launch", 4)
             function = module.function(KERNEL, shared_bytes)
             fit = self._resident(Launch(function, groups * sms, threads, [], shared=shared_bytes, cluster=cluster), threads, shared_bytes, cluster)

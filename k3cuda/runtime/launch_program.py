@@ -9,7 +9,7 @@ from ..emit import NO_PROBES, Probes
 from ..errors import PlanError
 from ..launch_kinds import MAX_TOKENS
 from ..launch_source import COPY, LIMIT_NS, source
-from ..launch_step import step_program
+from ..launch_step import hop_kinds, step_program
 from ..phases import Grid
 from ..plan import Plan
 from .cuda_jit import Compiled, compile_cuda
@@ -39,8 +39,8 @@ def misfit(plan: Plan, ranks: str, probes: Probes = NO_PROBES) -> str | None:
         return "the MLA cache is split over ranks: one launch reads a whole one"
     if plan.tp > 1 and ranks not in (LOOPBACK, VIRTUAL, PEER):
         return "the ranks' memory is not mapped: one launch writes what it makes into that of all"
-    if probes != NO_PROBES:
-        return "a benchmark's probes are built into the standard path's kernels alone"
+    if probes.forced_experts or probes.trace:
+        return "a benchmark's forced experts and traces are built into the standard path's kernels alone"
     return None
 
 
@@ -52,21 +52,28 @@ def launched(plan: Plan, rows: int, sms: int, kv_cache_dtype: str, ranks: int = 
     return step_program(plan, rows, Grid(sms=sms, cluster=CLUSTER, copy=COPY), cache=KV_BYTES[kv_cache_dtype], rank_parts=plan.tp, ranks=ranks)
 
 
-def launch_source(plan: Plan, program: BlockProgram, ranks_here: bool = False) -> str:
-    """C++ of its kernel, and of SCALE, which leaves what the standard path's kernels multiply scores of latent attention with: the reciprocal root that
+def launch_source(plan: Plan, program: BlockProgram, ranks_here: bool = False, probes: Probes = NO_PROBES) -> str:
+    """C++ of its kernel, with what of `probes` no misfit refuses, and of SCALE, which leaves what the standard path's kernels multiply scores of latent attention with: the reciprocal root that
     a GPU approximates is no host's."""
     scale = f"rsqrtf(float({plan.cfg.dims()['mla_qk_head_dim']})) * {LOG2_E}f"
-    return source(program, name=KERNEL, ranks_here=ranks_here) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
+    hops = {"hop_kinds": hop_kinds(plan, program), "hop_cycles": probes.hop_cycles} if probes.hop_cycles else {}
+    return source(program, name=KERNEL, ranks_here=ranks_here, **hops) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
 
 
-def compile_launch(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int, strict: bool = False, into: Path | None = None) -> Compiled:
+def delayed_hops(plan: Plan, program: BlockProgram) -> int:
+    """How many of its phases a probe of hops lets wait."""
+    delayed = hop_kinds(plan, program)
+    return sum(kind in delayed for kind, _ in program.weights)
+
+
+def compile_launch(plan: Plan, rows: int, kv_cache_dtype: str, arch: str, *, sms: int, probes: Probes = NO_PROBES, strict: bool = False, into: Path | None = None) -> Compiled:
     """The cubin of a step of up to `rows` rows in one launch on so many multiprocessors. Needs no GPU. Raises PlanError, CompileError."""
-    return compiled_launch(plan, launched(plan, rows, sms // CLUSTER * CLUSTER, kv_cache_dtype), arch, strict=strict, into=into)
+    return compiled_launch(plan, launched(plan, rows, sms // CLUSTER * CLUSTER, kv_cache_dtype), arch, probes=probes, strict=strict, into=into)
 
 
-def compiled_launch(plan: Plan, program: BlockProgram, arch: str, *, ranks_here: bool = False, **options) -> Compiled:
+def compiled_launch(plan: Plan, program: BlockProgram, arch: str, *, ranks_here: bool = False, probes: Probes = NO_PROBES, **options) -> Compiled:
     """The same of a program; options of compile_cuda. `ranks_here`: as of launch_source.constants."""
-    return compile_cuda(launch_source(plan, program, ranks_here), arch, name=f"the step in one launch for {program.rows} rows", **options)
+    return compile_cuda(launch_source(plan, program, ranks_here, probes), arch, name=f"the step in one launch for {program.rows} rows", **options)
 
 
 def trouble_text(trouble: np.ndarray, program: BlockProgram) -> str:

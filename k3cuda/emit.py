@@ -36,7 +36,7 @@ class Probes:
     """What a benchmark builds into the kernels to measure something; other builds hold nothing of it.
 
     forced_experts: experts that the rows of a step choose together, whatever their scores say; 0: the router's choice.
-    hop_cycles: clock cycles that a stage behind a collective goes on waiting for it.
+    hop_cycles: clock cycles that a stage behind a collective goes on waiting for it, or in one launch a phase (launch_step.hop_kinds).
     trace: every launch notes when its blocks begin, stop waiting and end (`traced` in stages/common.cuh).
     """
 

@@ -120,6 +120,11 @@ class ExchangeTimeout(RankDied):
     """A rank did not send its part of a collective in time."""
 
 
+def loses_model(error: Exception) -> bool:
+    """Whether the model that it came from is lost with it: every later call would fail too, until another process loads it."""
+    return isinstance(error, (DeviceError, RankDied, RanksDiffer)) and not isinstance(error, CompileError)
+
+
 class PlanError(K3Error):
     """The description tables contradict themselves, or rows break the contract of a backend: a bug of ours, never of the user."""
 

@@ -9,13 +9,17 @@ from .launch_kinds import Product
 
 TOKENS_OF_ENTRY = 8   # expert_core.cuh
 COPY = 7680           # bytes of a bulk copy at most: the fastest measured (docs/megakernel-log.md)
-LIMIT_NS = 2_000_000_000   # that any wait may take; the kernel counts in units of 1,024 (launch_ring.cuh)
+# What a wait inside a step may take, in nanoseconds; the kernel counts in units of 1,024 (launch_ring.cuh). The longest step measured takes 15 ms, and no wait waits for a
+# host: blocks of a launch begin together, ranks in launches of their own meet before it, with a limit of its own (`meet_ns`). So this is 30 steps, which leaves room
+# for other processes' turns on the GPU. From above: a lost value is to have its name within 2 s of the launch's beginning. What producers wait for may take twice as
+# long (`times` of Spin), and behind that the driver needs 0.9 s to tell the host of a trap (with 2 s here an H200's host knew after 2.9).
+LIMIT_NS = 500_000_000
 STAMPS = 7            # of a phase in a block: LaunchStamp
 COUNT_BYTES, FAILED_AT = 128 * 19, 8   # of LaunchCounts; where in it `failed` stands
 
 
 def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY, shared: int = MAX_SHARED, name: str = "product_chain",
-              receive_batch: int = 4, poll: bool = False, probed: bool = False, ranks_here: bool = False) -> str:
+              receive_batch: int = 4, poll: bool = False, probed: bool = False, ranks_here: bool = False, hop_kinds: tuple[int, ...] = (), hop_cycles: int = 0) -> str:
     """C++ of the shape of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
 
     Args:
@@ -23,12 +27,14 @@ def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY
         receive_batch: vectors that a thread asks for at once, at most. poll: who waits for the ring does not sleep.
         probed: with records and stamps, for tests and benchmarks.
         ranks_here: all of the program's ranks are in the launch, groups of blocks behind one another; else each has a launch of its own.
+        hop_kinds: kinds of phases (launch_step.hop_kinds) that go on waiting `hop_cycles` for what a collective brings, a benchmark's slow link.
     """
     here = program.ranks if ranks_here else 1
     streaming = next((i for i, k in enumerate(program.kinds) if k.is_chosen or isinstance(k, Product)), -1)
     numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {program.page}, {shared}, {streaming}"
+    hops = f"#define K3_LINK_KINDS {sum(1 << i for i in hop_kinds)}u\n#define K3_LINK_CYCLES {hop_cycles}\n" if hop_cycles and hop_kinds else ""
     kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
-    return (f'#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n'
+    return (f'{hops}#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n'
             f'#define K3_RANKS {program.ranks}\n#define K3_RANKS_HERE {here}\n#define K3_SCOPE "{"sys" if program.ranks > here else "gpu"}"\n#include "launch_core.cuh"\n'
             f"typedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n"
             f'extern "C" __constant__ int {name}_launch[4] = {{kLaunchThreads, {name}_shape::kSmem, {name}_shape::kCluster, {name}_shape::kSlots}};\n')
@@ -105,7 +111,7 @@ def arguments(program: BlockProgram, *, window: int, first_window: int | None = 
     Args:
         window: bytes that a block has in flight at most.
         first_window: the same for phases of the first kind that has weights (kda_in of a layer); None: the same.
-        limit_ns: nanoseconds that any wait may take.
+        limit_ns: nanoseconds that any wait inside a step may take.
         meet_ns: nanoseconds that ranks in launches of their own wait for one another when they begin, at most.
         rank: this one's number, where there are several.
         situ: the two betas of the activation. routed_scale: what a row's expert weights add up to. norm_eps: of every norm.

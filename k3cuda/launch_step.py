@@ -36,8 +36,10 @@ from .launch_mla import both_kinds, mla_kinds, of_its_sort
 from .launch_rank import own_tiles, product
 from .phases import TILE_ROWS, Grid
 from .plan import Plan
+from .stages import STAGES
 
 MOST_X = 120 * 1024   # bytes of a block's share of what a product multiplies: more leaves the ring too few copies
+COLLECTIVE = {name: s.name for s in STAGES for m in s.moves for name in (m.source, m.target)}   # of what is moved, as it is made and as it arrives
 DENSE, MOE = ("dense_up", "dense_down", "dense_sum"), ("moe_in", "route", "expert_up", "moe_down", "shared_down", "routed_norm_sums", "routed_norm", "latent_up")
 
 
@@ -136,3 +138,21 @@ def step_kinds(plan: Plan, rows: int, grid: Grid, *, cache: int, rank_parts: int
         *layer[:at["moe_in"]], *dense, *layer[at["moe_in"]:],
         Head("lm_head", head.tiles, head.leaves, head.steps, head.parts, fields=(Field("logits", "f32", vocab // tp, vocab),), **of(last_of("attn_mix"))),
     )
+
+
+def hop_kinds(plan: Plan, p: BlockProgram) -> tuple[int, ...]:
+    """Kinds of phases that are the first to read what a collective brings, looped back too: those whose stages do so on the standard path (emit.follows_collective)."""
+    found, read = set(), set()
+    for i, sources in enumerate(p.sources if plan.tp > 1 else ()):
+        kind = p.weights[i][0]
+        for name, source in zip(p.kinds[kind].reads, sources):
+            if source is None:
+                continue
+            made = p.kinds[p.weights[source][0]]
+            field = next(f for f in made.fields if f.name == name)
+            if not (isinstance(made, Embed) or field.row > field.width or field.scattered):
+                continue   # every rank makes all of it
+            brought = COLLECTIVE.get(name, name), isinstance(made, Embed), p.steps[source].layer
+            found |= {kind} - ({kind} if brought in read else set())
+            read.add(brought)
+    return tuple(sorted(found))

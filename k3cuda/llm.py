@@ -59,7 +59,7 @@ class LLM:
         UsageError: an argument that no model could satisfy.
         CheckpointError, ConfigError: the model is missing, damaged, or cannot be cut that way; everything wrong is listed at once.
         OutOfMemory: weights or cache do not fit. DeviceError: the decode backend cannot run here.
-        RankDied, ExchangeTimeout, RanksDiffer: also in every later call: another process died, hung, sent nothing, or decided differently.
+        RankDied, ExchangeTimeout, RanksDiffer, StepTimeout: also in every later call: another process died, hung, sent nothing, or decided differently; a step in one launch ended itself.
     """
 
     def __init__(self, model="demo", draft_model=None, tp=None, *, dcp=1, decode_backend="auto", max_model_len=None, max_batch=None,

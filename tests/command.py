@@ -50,8 +50,8 @@ def sleeps(pid: int) -> bool:
         return True
 
 
-def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
-    """Output and exit code on a terminal. `typed`: pairs of what to wait for in the output, and the bytes to type then.
+def on_terminal(*args, typed=(), env=None, python=("-m", "k3cuda")) -> tuple[str, int]:
+    """Output and exit code on a terminal, of what `python` is told to run. `typed`: pairs of what to wait for in the output, and the bytes to type then.
 
     Behind anything but ANSWERING they are typed once the command waits for them: an interrupt between readline's prompt and its wait for a key would be
     heard with the next key only (CPython looks for signals where the wait is broken off).
@@ -59,7 +59,7 @@ def on_terminal(*args, typed=(), env=None) -> tuple[str, int]:
     pid, fd = pty.fork()
     if pid == 0:
         hears_interrupts()
-        os.execve(sys.executable, [*COMMAND, *map(str, args)], ENVIRONMENT | {"TERM": "xterm"} | (env or {}))
+        os.execve(sys.executable, [sys.executable, *python, *map(str, args)], ENVIRONMENT | {"TERM": "xterm"} | (env or {}))
     out, seen, typed, deadline = b"", 0, list(typed), time.monotonic() + 120
     while time.monotonic() < deadline:
         if typed and typed[0][0] in out[seen:] and (typed[0][0] == ANSWERING or sleeps(pid)):

@@ -22,15 +22,16 @@ class StepLaunch:
         self.plan, self.program, self.ranks_here = plan, program, ranks_here
         self.library = host.build(defines + ls.source(program, ring=40 * 1024, copy=4096, ranks_here=ranks_here, **shape), ["product_chain"], folder)
 
-    def run(self, *memories: Memory, launches: int = 1, limit_ns: int = 100_000_000_000) -> list[np.ndarray]:
-        """The exchange of each rank behind the last of some launches."""
+    def run(self, *memories: Memory, launches: int = 1, limit_ns: int = 100_000_000_000, words=None, trouble=None) -> list[np.ndarray]:
+        """The exchange of each rank behind the last of some launches. words: of a rank's program, where they are not the program's. trouble: one record for all."""
         p, cfg = self.program, self.plan.cfg
-        self.held, exchanges, peers, args = [], [], (ls.LaunchPeer * p.ranks)(), (ls.LaunchArgs * len(memories))()
+        trouble = np.zeros(8, np.uint32) if trouble is None else trouble
+        self.held, exchanges, peers, args = [trouble], [], (ls.LaunchPeer * p.ranks)(), (ls.LaunchArgs * len(memories))()
         for rank, memory in enumerate(memories):
             pointers = Pointers(p, self.places(memory))
             structures = pointers.structures.copy()
-            exchange, counts, trouble = np.full((p.slots, p.slot_vectors * 4), NOT_THERE, np.uint32), np.zeros(ls.COUNT_BYTES // 4, np.uint32), np.zeros(8, np.uint32)
-            names = dict(weights=pointers.table(structures.ctypes.data), programs=p.words, exchange=exchange, counts=counts, trouble=trouble,
+            exchange, counts = np.full((p.slots, p.slot_vectors * 4), NOT_THERE, np.uint32), np.zeros(ls.COUNT_BYTES // 4, np.uint32)
+            names = dict(weights=pointers.table(structures.ctypes.data), programs=(words or {}).get(rank, p.words), exchange=exchange, counts=counts, trouble=trouble,
                          result=memory.buffer("logits"), **{n: memory.buffer(n) for n in ("row_slot", "logit_rows")})
             addresses = {n: a.ctypes.data for n, a in names.items()}
             peers[rank] = ls.LaunchPeer(*(addresses[n] for n in ("exchange", "result", "counts")))

@@ -19,7 +19,7 @@ from k3cuda.config import DECODE_ROWS, RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import Probes, build_files  # noqa: E402
 from k3cuda.emit_sizes import DECODE_BUCKETS  # noqa: E402
 from k3cuda.errors import BenchmarkError, OutOfMemory  # noqa: E402
-from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.plan import Taps, build_plan  # noqa: E402
 from k3cuda.runtime import cuda_bench  # noqa: E402
 from k3cuda.runtime import cuda_bench_checks as checks  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
@@ -101,7 +101,26 @@ class OnDevice(np.ndarray):
     """An array that is fetched like CuPy's."""
 
     def get(self):
-        return np.asarray(self)
+        return np.array(self)
+
+
+@pytest.mark.parametrize("taps", [None, Taps((0, 2), "prefix")], ids=["alone", "with a draft"])
+def test_what_a_step_leaves_has_what_a_draft_reads(taps, monkeypatch):
+    """Of its rows alone: one other value there is found, one behind them is nobody's business."""
+    monkeypatch.setattr(checks, "cache_rows", lambda bench: (slice(None), [0, 1, 3], [5, 5, 7]))
+    plan, rng = build_plan(headdims().cfg, 4, taps), np.random.default_rng(1)
+    dims = step_dims(plan.cfg, tp=4, slots=1, pages=4, slot_pages=4, num_taps=len(taps.layers) if taps else 0)
+    bits = lambda name: rng.integers(0, 1 << 16, buffer_shape(checks.BUFFER[name], dims)).astype(np.uint32 if checks.BUFFER[name].dtype == "f32" else np.uint16).view(OnDevice)
+    held = {name: bits(name) for name in (*checks.RECORDS, "mla_cache", *(["taps"] if taps else []))}
+    bench = SimpleNamespace(backend=SimpleNamespace(plan=plan, stream=SimpleNamespace(synchronize=lambda: None)), memory=SimpleNamespace(buffer=held.__getitem__), rows=3)
+    left = checks.left(bench)
+    assert left.keys() == held.keys() and all(len(rows) == 3 for rows in left.values())
+    if taps:
+        held["taps"][3:] += 1
+        checks.same_step(checks.left(bench), left, "here")
+        held["taps"][2, 1, 8] += 1
+        with pytest.raises(BenchmarkError, match=r"here: taps of rows \[2\] are other bytes"):
+            checks.same_step(checks.left(bench), left, "here")
 
 
 @pytest.mark.parametrize("stale", ["router_logits", "attn_parts", "shared_parts", None])

@@ -12,6 +12,7 @@ from command import ANSWERING, k3, on_terminal
 from k3cuda.cli import main
 from k3cuda.cli.chat_commands import COMMANDS
 from k3cuda.cli.group import arm_signals, disarm_signals
+from k3cuda.errors import StepTimeout
 from k3cuda.llm import Stream
 
 chat_module = sys.modules["k3cuda.cli.chat"]   # the package has the command by that name
@@ -165,6 +166,15 @@ def test_command_that_cannot_be_obeyed(line, words, talk, tmp_path):
 def test_on_a_terminal_a_wrong_command_is_no_end():
     out, code = on_terminal(*TALK, typed=[(b"> ", b"/bogus\r"), (b"> ", b"/exit\r")])
     assert code == 0 and "/bogus is no command" in out
+
+
+def test_on_a_terminal_a_lost_model_is_the_end():
+    """No other turn would be answered."""
+    script = ("from k3cuda.errors import StepTimeout; from k3cuda.runtime import numpy_backend as n; from k3cuda.__main__ import main\n"
+              "def lost(*_): raise StepTimeout('block 17 waited', 'start the process again')\n"
+              "n.NumpyBackend.step = lost\nmain()")
+    out, code = on_terminal(*TALK, typed=[(b"> ", b"hello\r")], python=("-c", script))
+    assert code == StepTimeout.code and "Error: block 17 waited" in out
 
 
 # ---- a terminal ----

@@ -2,6 +2,8 @@
 import ctypes
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 
 pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 
+from command import ENVIRONMENT  # noqa: E402
 from cupy.cuda.runtime import CUDARuntimeError  # noqa: E402
 from host_step import Memory  # noqa: E402
 from test_step_io import library, make  # noqa: E402, F401 - fixtures
@@ -25,6 +28,7 @@ from k3cuda.packing import PACKED  # noqa: E402
 from k3cuda.plan import Taps, build_plan  # noqa: E402
 from k3cuda.runtime import cuda_driver, cuda_launch  # noqa: E402
 from k3cuda.runtime.backend import StepRows  # noqa: E402
+from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
 from k3cuda.runtime.cuda_jit import KERNELS  # noqa: E402
 from k3cuda.runtime.launch_pointers import Places, Pointers  # noqa: E402
@@ -50,7 +54,7 @@ def plan():
 @pytest.mark.parametrize("options, ranks, probes, words", [
     ({}, LOOPBACK, NO_PROBES, None), ({"tp": 1}, "nccl", NO_PROBES, None), ({}, VIRTUAL, NO_PROBES, None), ({}, PEER, NO_PROBES, None), ({}, NCCL, NO_PROBES, "not mapped"),
     ({"dcp": 2}, LOOPBACK, NO_PROBES, "split over ranks"), ({"taps": Taps((1,), "prefix")}, LOOPBACK, NO_PROBES, None),
-    ({}, LOOPBACK, Probes(forced_experts=4), "probes")])
+    ({}, LOOPBACK, Probes(forced_experts=4), "forced experts"), ({}, LOOPBACK, Probes(trace=True), "traces"), ({}, LOOPBACK, Probes(hop_cycles=9), None)])
 def test_what_no_step_of_a_backend_can_do(options, ranks, probes, words):
     found = misfit(build_plan(made_config(), **{"tp": 2} | options), ranks, probes)
     assert found is None if words is None else words in found
@@ -137,7 +141,7 @@ def on_host(monkeypatch):
     module = SimpleNamespace(constants=constants, function=lambda name, shared=0: name, close=lambda: closed.append(True))
     cu = SimpleNamespace(cuOccupancyMaxActiveClusters=lambda function, grid: 64, cuOccupancyMaxActiveBlocksPerMultiprocessor=lambda function, threads, shared: 1, cuStreamSynchronize=lambda stream: None)
     for name, value in {"cupy": cupy, "Launch": launch, "Module": lambda cubin: module, "check": lambda result: result, "driver": lambda: cu,
-                        "compiled_launch": lambda plan, program, arch, ranks_here: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
+                        "compiled_launch": lambda plan, program, arch, ranks_here, probes: compiled.append(program) or SimpleNamespace(cubin=b"")}.items():
         monkeypatch.setattr(cuda_launch, name, value)
     return array, made, compiled, closed
 
@@ -252,17 +256,84 @@ def test_a_launch_that_ended_itself_says_who_waited_for_what(monkeypatch, plan):
             cuda_driver.check((code,))
         assert found.failure() is None
         found._records.words[8][:5] = 3, 17, 4, at, 99
-        with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited 2 s for a vector in o_proj, layer 40 \(phase {at}, 99\); use decode_backend 'standard'"):
+        with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited 0.5 s for a vector in o_proj, layer 40 \(phase {at}, 99\); start the process again, .*; use decode_backend 'standard'"):
             cuda_driver.check((code,))
         assert trouble_text(found._records.words[8], program) in str(found.failure())
-        with pytest.raises(StepTimeout, match="o_proj, layer 40"), cuda_launch.explained():   # as in each call of a backend
-            raise CUDARuntimeError(719)
+        late = lambda wait, phase: trouble_text(np.array([WAITS.index(wait), 0, 0, phase, 3], np.uint32), program)
+        assert "waited 1 s for room in the ring in o_proj" in late("room in the ring", at)   # producers, because of others
+        assert "waited 600 s for rank 3 in embed" in late("another rank", 0) and "waited 0.5 s for rank 3 in lm_head" in late("another rank", program.phases - 1)
+        with pytest.raises(StepTimeout, match="o_proj, layer 40"), cuda_driver.explained():   # as in each call of a backend
+            pytest.fail("a context that is gone is asked")
     finally:
         found.close()
     with pytest.raises(DeviceError, match="unspecified"):
         cuda_driver.check((code,))
-    with pytest.raises(CUDARuntimeError), cuda_launch.explained():
+    with pytest.raises(CUDARuntimeError), cuda_driver.explained():
         raise CUDARuntimeError(719)
+
+
+def test_what_fails_because_a_launch_ended_itself_says_so(monkeypatch):
+    """Whatever the call is that finds out, and whatever it calls that."""
+    asked = iter((None, StepTimeout("block 17 waited")))
+    monkeypatch.setattr(cuda_driver, "explanations", [lambda: next(asked)])
+    with pytest.raises(StepTimeout, match="block 17"), cuda_driver.explained():
+        raise CUDARuntimeError(719)
+
+
+@shim
+def test_behind_a_launch_that_ended_itself_every_call_says_so_and_none_asks_the_gpu(make, monkeypatch):   # noqa: F811
+    """Of this backend, and of those that the process opens later; closing is no call."""
+    backend, rows = make(), StepRows(*(np.zeros(1, np.int32) for _ in range(4)))
+    backend.open_slot(0, [])
+    monkeypatch.setattr(cuda_driver, "explanations", [lambda: StepTimeout("block 17 waited", "start the process again")])
+    monkeypatch.setattr(backend, "replay", lambda *_: pytest.fail("a launch"))
+    monkeypatch.setattr(backend, "stream", SimpleNamespace(synchronize=lambda: pytest.fail("a wait")))
+    calls = {"open_slot": (0, []), "copy_slot": (0, 1, []), "step": (rows,), "logits": (), "copy_logits": (None,), "buffer": ("logits",), "sample": ([],), "commit": (np.ones(1, bool),),
+             "launch": (rows, []), "_unbind": ()}
+    for name, arguments in calls.items():
+        with pytest.raises(StepTimeout, match="block 17 waited; start the process again"):
+            getattr(CudaBackend, name)(backend, *arguments)
+    with pytest.raises(StepTimeout, match="block 17"):
+        cuda_driver.open_device()
+    CudaBackend.close(backend)
+
+
+def test_a_command_whose_context_is_gone_frees_nothing():
+    """Its output is whole, and what the interpreter would call at its end is not called."""
+    script = ("import atexit, sys; from k3cuda.errors import StepTimeout; from k3cuda.runtime import cuda_driver; from k3cuda.__main__ import main\n"
+              "cuda_driver.explanations.append(lambda: StepTimeout('block 17 waited')); atexit.register(print, 'freed'); sys.argv[1:] = ['--version']; main()")
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("k3cuda ") and "freed" not in done.stdout, (done.stdout, done.stderr)
+
+
+@shim
+def test_a_rank_leaves_what_ended_with_its_context(monkeypatch):
+    """Mappings, kernels and NCCL's communicator: their own complaints would hide why, or never come back."""
+    from k3cuda.runtime.cuda_rank import CudaRank
+
+    rank = CudaRank.__new__(CudaRank)
+    rank._carrier, rank._comm = SimpleNamespace(close=lambda: pytest.fail("mappings")), SimpleNamespace(abort=lambda: pytest.fail("NCCL"))
+    monkeypatch.setattr(cuda_driver, "explanations", [lambda: StepTimeout("block 17 waited")])
+    rank.close()
+    monkeypatch.setattr("k3cuda.runtime.cuda_rank.CudaBackend.__init__", lambda self, *_, **__: cuda_driver.open_device())
+    with pytest.raises(StepTimeout, match="block 17") as failed:
+        CudaRank(None, SimpleNamespace(rank=0, size=2, abort=lambda: pytest.fail("NCCL")), 0)
+    assert failed.value.__context__ is None
+
+
+def test_a_probe_of_hops_is_built_in_and_its_hops_are_counted(monkeypatch, plan):
+    program, built = launched(plan, 1, 132, "fp8_e4m3"), []
+    monkeypatch.setattr(cuda_launch, "launched", lambda *_: program)
+    monkeypatch.setattr(cuda_launch, "compiled_launch", lambda *_, **options: built.append(options["probes"]) or SimpleNamespace(cubin=b""))
+    monkeypatch.setattr(cuda_launch, "Module", lambda cubin: SimpleNamespace(constants=lambda name, count: (576, 230_000, CLUSTER, 16), function=lambda name, shared: name, close=lambda: None))
+    monkeypatch.setattr(cuda_launch.StepLaunches, "_resident", lambda *_: 132)
+    monkeypatch.setattr(cuda_launch, "Launch", lambda *_, **__: None)
+    for probes, hops in ((NO_PROBES, 0), (Probes(hop_cycles=9), 465)):
+        found = launches(monkeypatch, lambda self, bucket: SimpleNamespace(program=self._compiled(bucket)[0], module=SimpleNamespace(close=lambda: None)), plan=plan, probes=probes,
+                         device=Device(0, "a GPU", "sm_90a", 132, 227 << 10))
+        assert found.declines(1) is None and found.hops(1) == hops
+        cuda_driver.explanations.remove(found.failure)
+    assert built == [NO_PROBES, Probes(hop_cycles=9)]
 
 
 def test_every_wait_of_the_kernel_has_words():

@@ -7,7 +7,7 @@ from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.draft_config import ATTN_RES, PREFIX  # noqa: E402
-from k3cuda.launch_step import step_program  # noqa: E402
+from k3cuda.launch_step import hop_kinds, step_program  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 from k3cuda.plan import Taps, build_plan  # noqa: E402
 from k3cuda.runtime import cuda_jit  # noqa: E402
@@ -17,10 +17,10 @@ PLAN = build_plan(K3Config.from_json(RELEASED_FOLDER), TP)
 MOST = 96   # of 20 warps five are in one of the four parts of a multiprocessor
 
 
-def registers(plan, rows, arch, ranks=1):
+def registers(plan, rows, arch, ranks=1, hop_cycles=0):
     """Of a kernel without spills."""
     program = step_program(plan, rows, Grid(cluster=2), cache=1, rank_parts=plan.tp, ranks=ranks)
-    return cuda_jit.compile_cuda(ls.source(program), arch, strict=True).resources()["product_chain"].registers
+    return cuda_jit.compile_cuda(ls.source(program, hop_kinds=hop_kinds(plan, program), hop_cycles=hop_cycles), arch, strict=True).resources()["product_chain"].registers
 
 
 ARCHS = cuda_jit.ARCHS
@@ -30,6 +30,10 @@ ARCHS = cuda_jit.ARCHS
 def test_a_step_compiles_without_spills(rows, ranks, arch):
     """All kinds of phases: what one of them keeps in registers beyond its phases, the others lack. Of one rank alone, and of one among others."""
     assert registers(PLAN, rows, arch, ranks) <= MOST
+
+
+def test_so_does_one_whose_hops_take_longer():
+    assert registers(PLAN, 8, ARCHS[0], hop_cycles=4950) <= MOST
 
 
 @pytest.mark.parametrize(("rows", "stream", "arch"), [(1, PREFIX, ARCHS[0]), (8, ATTN_RES, ARCHS[-1])])

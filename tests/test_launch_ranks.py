@@ -1,4 +1,8 @@
 """Several ranks that run a step in one launch, or in one each, under g++: on every one of them the bytes of the standard path's ranks and of one rank."""
+import ctypes
+import multiprocessing
+import time
+
 import numpy as np
 import pytest
 from shim import host
@@ -7,10 +11,12 @@ pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13]
 
 from host_step import Kernels, Memory  # noqa: E402
 from launch_shim import NOT_THERE  # noqa: E402
+from launch_standard import left_out  # noqa: E402
 from step_launch import Step, StepLaunch  # noqa: E402
 from test_launch_step import CFG, check  # noqa: E402
 
 from k3cuda.errors import PlanError  # noqa: E402
+from k3cuda.launch_kinds import Product  # noqa: E402
 from k3cuda.launch_step import step_program  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
@@ -63,8 +69,32 @@ def test_every_rank_has_the_bytes_of_the_standard_path(tmp_path, ranks, rows, he
     want, one = standard(plan, source, step, tmp_path / "ranks"), standard(build_plan(cfg, 1), source, step, tmp_path / "one")[0]
     memories = put(step, plan, source)
     launch = StepLaunch(plan, program, tmp_path / "launch", ranks_here=here, defines="#define K3_STRESS\n")
+    start = time.monotonic()
     for exchange in launch.run(*memories, launches=2):
         assert (exchange == NOT_THERE).all()
+    whole_s = time.monotonic() - start
     for found, wanted in zip(memories, want):
         check(step, wanted, found)
         assert found.buffer("logits")[:rows].tobytes() == one.buffer("logits")[:rows].tobytes()
+    if ranks < 16:
+        check_lost_value(launch, put(step, plan, source), whole_s)
+
+
+def lost_value(launch, memories, trouble, phase, limit_ns):
+    launch.run(*memories, limit_ns=limit_ns, trouble=np.frombuffer(trouble, np.uint32), words={0: left_out(launch.program, 1, phase)})
+
+
+def check_lost_value(launch, memories, whole_s):
+    """Of one rank: the first wait that has taken its limit ends all ranks of the launch."""
+    p, limit_s = launch.program, max(2.0, whole_s / 2)
+    phase = next(i for i, at in enumerate(p.places(1)) if i > 10 and p.words[1, at] >> 16 and isinstance(p.kinds[p.weights[i][0]], Product))
+    for memory in memories:
+        launch.places(memory)   # which makes weights: what is left of a fork's threads cannot
+    trouble = multiprocessing.RawArray(ctypes.c_uint32, 8)
+    child = multiprocessing.get_context("fork").Process(target=lost_value, args=(launch, memories, trouble, phase, int(limit_s * 1e9)))
+    start = time.monotonic()
+    child.start()
+    child.join(100 + 3 * limit_s)
+    seconds = time.monotonic() - start
+    assert child.exitcode == 86 and limit_s < seconds < 3 * (limit_s + whole_s), (seconds, limit_s, whole_s)   # the shim's trap
+    assert trouble[0] and phase <= trouble[3], list(trouble)   # of producers, who run ahead, later ones too

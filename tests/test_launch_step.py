@@ -13,13 +13,15 @@ from step_launch import Step, StepLaunch  # noqa: E402
 
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.draft_config import ATTN_RES, PREFIX  # noqa: E402
+from k3cuda.emit import NO_PROBES, Probes, follows_collective  # noqa: E402
 from k3cuda.errors import PlanError  # noqa: E402
 from k3cuda.launch_operands import operand  # noqa: E402
 from k3cuda.launch_source import LaunchArgs  # noqa: E402
-from k3cuda.launch_step import step_program  # noqa: E402
+from k3cuda.launch_step import hop_kinds, step_program  # noqa: E402
 from k3cuda.packing import PACKED  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 from k3cuda.plan import Taps, build_plan  # noqa: E402
+from k3cuda.runtime.launch_program import delayed_hops, launch_source  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
 from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 
@@ -39,11 +41,11 @@ WHOLE = made_config(hidden_size=192, num_hidden_layers=4, num_attention_heads=2,
 class Both:
     """The standard path's kernels and the launch, of a bucket."""
 
-    def __init__(self, plan, rows: int, folder, grid=Grid(sms=3), page: int = 128):
+    def __init__(self, plan, rows: int, folder, grid=Grid(sms=3), page: int = 128, hop_cycles: int = 0):
         self.plan, source = plan, MadeCheckpoint(plan.cfg)
         self.standard = Kernels(rows, plan.tp, True, {op.stage.name: () for op in plan.ops}, folder / "standard", plan=plan)
         self.program = step_program(plan, rows, grid, cache=2, rank_parts=plan.tp, page=page)
-        self.launch = StepLaunch(plan, self.program, folder / "launch")
+        self.launch = StepLaunch(plan, self.program, folder / "launch", hop_kinds=hop_kinds(plan, self.program), hop_cycles=hop_cycles)
         self.memories = [Memory(plan, source, slot_pages=2) for _ in range(2)]
         for memory in self.memories:
             memory.step.loopback = 1
@@ -90,6 +92,37 @@ def test_a_rank_that_holds_all_leaves_and_what_a_draft_model_reads(tmp_path, row
     check(step, standard, launched)
     taps = [held(memory, "taps")[:live].astype(np.float32) for memory in (standard, launched)]
     assert (taps[0] == taps[1]).all() and taps[0].std((0, 2)).min() > 0.1
+
+
+@shim
+def test_hops_that_take_longer_give_the_same_bytes(tmp_path):
+    """Each block goes on waiting once in each phase behind a collective in which it has something to do."""
+    both, step = Both(PLAN, 1, tmp_path, hop_cycles=50), Step(CFG, 1, 1, [0], 1, 30)
+    check(step, *both.run(step))
+    p, found = both.program, np.array((ctypes.c_uint32 * 32).in_dll(both.launch.library, "k3_hops"))
+    want = np.zeros_like(found)
+    for block, words in enumerate(p.words):
+        for phase, at in enumerate(p.places(block)):
+            want[p.weights[phase][0]] += int(words[at]) >> 16 > 0
+    want[[i for i in range(32) if i not in hop_kinds(PLAN, p)]] = 0
+    assert found.tolist() == want.tolist() and np.count_nonzero(want) == 7
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (8, 1), (1, 16)])
+def test_hops_are_those_of_the_standard_path(rows, ranks):
+    """But that the embedding's sum is no phase of its own, and that attn_mix stands behind it in the first layer. A build without the probe has nothing of it."""
+    plan = build_plan(K3Config.from_json(RELEASED_FOLDER), 16)
+    program = step_program(plan, rows, Grid(sms=132, cluster=2), cache=1, rank_parts=16, ranks=ranks)
+    assert {program.kinds[i].name for i in hop_kinds(plan, program)} == {"attn_mix_sums", "ffn_mix_sums", "kda_mix", "mla_q", "route", "routed_norm_sums", "dense_sum"}
+    assert delayed_hops(plan, program) == sum(follows_collective(op.stage) for op in plan.ops) - 1 == 465
+    plain, slow = (launch_source(plan, program, probes=probes) for probes in (NO_PROBES, Probes(hop_cycles=4950)))
+    mask = sum(1 << i for i in hop_kinds(plan, program))
+    assert "K3_LINK" not in plain and slow == f"#define K3_LINK_KINDS {mask}u\n#define K3_LINK_CYCLES 4950\n{plain}"
+
+
+def test_one_rank_has_no_hops():
+    plan = build_plan(WHOLE, 1)
+    assert hop_kinds(plan, step_program(plan, 1, Grid(sms=3), cache=2, rank_parts=1)) == ()
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -11,7 +11,7 @@ from scripted import CLOSED, END, GREEDY, THOUGHT, TOKENIZER, USER, fake  # noqa
 
 import k3cuda
 from k3cuda import LLM, SamplingParams
-from k3cuda.errors import CheckpointError, ConfigError, NumericalError, OutOfMemory, RequestError, UsageError
+from k3cuda.errors import CheckpointError, ConfigError, K3Error, NumericalError, OutOfMemory, RequestError, StepTimeout, UsageError
 from k3cuda.runtime import cuda_driver, open_model, preflight
 from k3cuda.runtime.answer import AnswerParser
 from k3cuda.runtime.machine import Driver, Gpu
@@ -144,6 +144,26 @@ def test_a_numerical_failure_is_the_outputs(fake):
     assert isinstance(sick.error, NumericalError) and sick.error.code == 7
     *_, last = llm.stream([9], GREEDY)
     assert last.finish_reason == "error" and isinstance(last.output.error, NumericalError)
+
+
+def test_behind_a_step_that_lost_the_model_every_call_says_why(fake):
+    """Answers have the error, what a script feeds itself raises it; nothing waits, and the end is an end."""
+    llm = fake()
+    session, lost = llm.prefill("a"), StepTimeout("block 17 waited", "start the process again")
+
+    def gone(*_):
+        raise lost
+
+    for name in ("open_slot", "copy_slot", "step", "sample", "commit", "logits", "copy_logits", "buffer"):
+        setattr(llm.backend, name, gone)
+    for _ in range(2):
+        assert [o.error for o in llm.generate(["a"] * 20, GREEDY)] == [lost] * 20
+        assert [chunk.output.error for chunk in llm.stream("a", GREEDY)] == [lost]
+        for call in (lambda: session.step(5), lambda: llm.prefill("a"), lambda: llm.logits([5]), lambda: llm.buffer("logits")):
+            with pytest.raises(K3Error, match="block 17 waited|commit broke off"):
+                call()
+    llm.close()
+    assert llm.backend.closed
 
 
 def test_seeds(fake):

@@ -1,17 +1,28 @@
 """Clients that leave, dawdle, send rubbish or come in crowds, steps that fail, and the end of the server."""
+import asyncio
+import contextlib
 import json
+import re
+import subprocess
+import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from command import ENVIRONMENT
 from scripted import TOKENIZER, USER
-from serving import raw, serving  # noqa: F401, the fixture
+from serving import httpx, raw, serving  # noqa: F401, the fixture
 
-from k3cuda.errors import DeviceError
+from k3cuda.errors import DeviceError, StepTimeout
 from k3cuda.runtime import tokenizer
+from k3cuda.runtime.request import Request
+from k3cuda.runtime.sampling import SamplingParams
 from k3cuda.serve.http import Limits
+from k3cuda.serve.refusals import Refusal
 from k3cuda.serve.server import _protocol
+from k3cuda.serve.worker import Job
 
 ENDLESS = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
 JSON = {"Content-Type": "application/json"}
@@ -238,10 +249,16 @@ def test_a_step_that_fails(serving):
     assert running.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200 == running.http.get("/health").status_code
 
 
+def held(running):
+    """One that goes on behind the end of its engine, until its `on_tick` is deleted."""
+    running.server.on_tick = partial(type(running.server).__base__.on_tick, running.server)
+    return running
+
+
 @pytest.mark.parametrize("error", [DeviceError("the GPU fell off"), SystemError("oh")], ids=["device", "other"])
 def test_an_engine_that_is_lost_is_told(serving, error):
     """A device error comes out of a step; anything that kills the thread is no better."""
-    running = serving(fail={1: error} if isinstance(error, DeviceError) else None)
+    running = held(serving(fail={1: error} if isinstance(error, DeviceError) else None))
     if isinstance(error, SystemError):
         def broken(event):
             raise error
@@ -250,6 +267,82 @@ def test_an_engine_that_is_lost_is_told(serving, error):
     until(lambda: running.http.get("/health").status_code == 503)
     refused = running.post("/v1/completions", prompt="a", max_tokens=2)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_lost")
+    del running.server.on_tick
+    until(lambda: not running._thread.is_alive())
+    assert running.service.worker.lost is error or "SystemError: oh" in str(running.service.worker.lost)
+
+
+def test_a_job_that_arrives_beside_the_end_of_the_engine_is_refused(serving):
+    """Between the look at the engine and the queue there is a moment."""
+    running = held(serving(fail={1: DeviceError("the GPU fell off")}))
+    assert running.post("/v1/completions", prompt="a", max_tokens=2).status_code == 500
+    worker = running.service.worker
+    until(lambda: not worker._thread.is_alive())
+
+    async def late():
+        job = Job(Request("late", [5], SamplingParams()), asyncio.Queue())
+        worker.in_flight += 1
+        worker._inbox.put((worker._arrive, job))
+        worker._refuse_late()
+        await job.accepted
+
+    with pytest.raises(Refusal, match="the GPU fell off"):
+        asyncio.run(late())
+    assert worker.in_flight == 0
+
+
+LOST = f"""
+import sys, time
+sys.path[:0] = {sys.path!r}
+from scripted import END, TOKENIZER, Scripted
+from k3cuda.errors import StepTimeout
+from k3cuda.runtime.open_model import Model
+from k3cuda.serve import server
+
+class Lost(Scripted):
+    def step(self, rows):
+        time.sleep(0.02)
+        if len(self.row_counts) > 40:
+            raise StepTimeout("block 17 waited", "start the process again")
+        super().step(rows)
+
+    open_slot = lambda self, *a: Scripted.open_slot(self, *a) if len(self.row_counts) <= 40 else self.step(None)
+
+server.open_model = lambda *_, **__: Model(Lost(TOKENIZER.vocab_size, num_slots=1), TOKENIZER, {{}}, (END,), None, 0)
+sys.argv[1:] = ["serve", "tiny-random", "--port", "0"]
+from k3cuda.__main__ import main
+main()
+"""
+
+
+def test_a_server_that_lost_its_model_tells_those_who_asked_and_ends_with_the_code():
+    """What ran, what waited for a slot, and who looks whether it is well."""
+    process = subprocess.Popen([sys.executable, "-c", LOST], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        while "is served at" not in (line := process.stderr.readline()):
+            assert line, process.wait()
+        url, found, health = re.search(r"http://\S+(?=/v1)", line)[0], {}, []
+
+        def ask(name, **more):
+            found[name] = httpx.post(url + "/v1/completions", json=ENDLESS | more, timeout=60)
+
+        asking = [threading.Thread(target=ask, args=(name,), kwargs=more) for name, more in (("stream", {"stream": True}), ("waits", {}))]
+        for thread in asking:
+            thread.start()
+            time.sleep(0.3)
+        with contextlib.suppress(httpx.TransportError):
+            while True:
+                health.append(httpx.get(url + "/health", timeout=10).status_code)
+                time.sleep(0.01)
+        for thread in asking:
+            thread.join(30)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == StepTimeout.code and "Error: block 17 waited\n  start the process again" in said and "Traceback" not in said, said
+    assert "block 17 waited; start the process again" in found["stream"].text and found["stream"].text.endswith("data: [DONE]\n\n")
+    assert (found["waits"].status_code, found["waits"].json()["error"]["code"]) == (503, "engine_lost") and "block 17 waited" in found["waits"].text
+    assert 200 in health and health == sorted(health)   # never well again
 
 
 @pytest.mark.parametrize("grace_s, whole", [(10, True), (0.2, False)])

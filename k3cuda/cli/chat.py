@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import click
 
-from ..errors import K3Error
+from ..errors import K3Error, loses_model
 from . import options
 from .answers import Text, open_llm, report, work_for_rank_0
 from .chat_commands import HINT, obey
@@ -55,7 +55,7 @@ def chat(model, system, reasoning_effort, no_think, show_thinking, no_history, n
             try:
                 code = obey(talk, turn.text) if turn.is_command else talk.ask(turn.text) if turn.text.strip() else None
             except K3Error as e:
-                if not interactive:
+                if not interactive or loses_model(e):   # no other turn would be answered
                     raise
                 show_error(e, e.code)
                 continue

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import click
@@ -78,6 +78,17 @@ def _wants_json_log(args) -> bool:
     return asked.lower() == "json"
 
 
+def _leave(code: int) -> None:
+    """Ends the process. Where its work on the GPU is gone, at once: an interpreter's end frees what was there, and nobody knows what comes of that."""
+    driver = sys.modules.get("k3cuda.runtime.cuda_driver")   # else nothing was on a GPU
+    if driver is not None and driver.known_failure():
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 class Group(click.Group):
     """A group whose commands return their exit code, or None for 0, and raise K3Error."""
 
@@ -99,7 +110,7 @@ class Group(click.Group):
         code = self._run(args, prog_name, extra)
         if standalone:
             disarm_signals()   # an interpreter that ends has nothing left to stop cleanly
-            sys.exit(code)
+            _leave(code)
         return code
 
     def _run(self, args, prog_name: str, extra: dict) -> int:

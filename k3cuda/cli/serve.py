@@ -72,7 +72,7 @@ def _as_sent(origin: str) -> str | None:
 @options.flags(*flags_of(OF_A_SERVER))
 def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefix_cache, no_enable_prefix_caching, seed, max_queue, max_body,
           allowed_origins, shutdown_grace, no_progress, **engine):
-    """Serve a model to OpenAI clients until a signal comes."""
+    """Serve a model to OpenAI clients until a signal comes, or the model is lost."""
     try:
         from ..serve import server
     except ImportError as e:

@@ -100,6 +100,7 @@ struct LaunchRoute {
       block.template receive<kExperts / 4 * kTokens>(p, phase, block.a.rows, kExperts / 4, 0, [&](int row, int k, const uint4& v) { ((uint4*)room.rows[row].scores)[k] = v; });
       copy_wait();
       block.team().sync();
+      block.hop(p);
       block.received(phase);
     };
     route_row<Row<kTokens>>(own.scores, (const float*)own.keys, row < block.a.rows, block.a.routed_scale, room.ids + first, choice.weight + first, own, ready, team);

@@ -124,6 +124,7 @@ struct LaunchProductInput {
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
     Add::fetch(block, p, phase);
     In::receive(block, p, phase);
+    block.hop(p);
     block.received(phase);
   }
 };

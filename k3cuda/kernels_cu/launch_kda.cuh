@@ -124,6 +124,7 @@ struct LaunchKdaRows {
     receive(block, p, phase, room, head, first, n, team);
     copy_wait();
     team.sync();
+    block.hop(p);   // in each unit: a block has one of them, but for models with many heads a rank
     if (u + 1 == p.units) block.received(phase);
     else block.arrived(phase);
     if (n == 1) kda_conv<S, 1>(a, m, head, 0, first, 0, n, team);

@@ -142,6 +142,7 @@ struct LaunchMixSums : LaunchMixCode<S, kAheadBlocks | kAheadSum> {
     const Consumers team = block.team();
     const ProgramPhase p = block.now();
     const int phase = block.phase_now();
+    if (u == 0) block.hop(p);
     if (u + 1 == p.units) block.received(phase);
     const LaunchSlice<S> slice(block, p, phase, p.tiles[u]);
     Room* rooms = (Room*)block.x();

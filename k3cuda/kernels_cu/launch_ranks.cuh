@@ -2,6 +2,10 @@
 #pragma once
 #include "launch_args.cuh"
 
+#if defined(K3_LINK_KINDS) && defined(K3_HOST_SHIM)
+extern "C" { inline u32 k3_hops[32]; }   // [kind]: how often a block went on waiting
+#endif
+
 template <class S>
 struct LaunchRanks {
   const LaunchArgs& a;
@@ -16,6 +20,19 @@ struct LaunchRanks {
   K3_DEVICE const LaunchPeer& peer(int i) const { return ((const LaunchPeer*)(smem + S::kPeersAt))[i]; }
   // Where it has row `row` of what a phase makes.
   K3_DEVICE uint4* made(const ProgramPhase& p, int i, int row) const { return peer(i).exchange + size_t(p.out()) * a.slot_vectors + row * a.links[p.kind].row; }
+  // All consumers, where what a phase reads of other ranks, or looped back of itself in their place, is here: in the first phase that reads something of
+  // a collective a benchmark's slow link goes on waiting (K3_LINK_KINDS, K3_LINK_CYCLES; launch_source.py defines both, or neither).
+  K3_DEVICE void hop(const ProgramPhase& p) const {
+#ifdef K3_LINK_KINDS
+    if (!(K3_LINK_KINDS >> p.kind & 1)) return;
+#ifdef K3_HOST_SHIM
+    if (Me().thread() == 0) atomicAdd(&k3_hops[p.kind], 1u);
+    for (int turns = 0; turns < K3_LINK_CYCLES; ++turns) shim_yield();
+#else
+    for (long long start = clock64(); clock64() - start < K3_LINK_CYCLES;) {}
+#endif
+#endif
+  }
   // As LaunchBlock's publish, by one thread: of a row that has a part for each rank.
   K3_DEVICE void scatter(const ProgramPhase& p, int phase, int row, int column, const uint4& v, int field) const {
     const LaunchLink& to = a.links[p.kind];

@@ -77,6 +77,7 @@ struct LaunchPartsSum : LaunchRowSlices<kN, kSlices> {
         for (int j = 0; j < kBatch; ++j) part[j] = __uint_as_float(v[j]);
         parts[g] = tree_sum<kBatch>(part, 1);
       }
+      if (i == team.thread()) block.hop(p);   // a value's first: those of later turns have come meanwhile
       const uint4 vector = pack_floats(tree_sum<kGroups>(parts, 1), team.lane());
       if (i < total && i % 4 == 0) block.publish(p, phase, row, column / 4, vector, 0, 0, 1);
     }

@@ -9,7 +9,7 @@ from ..reference.accept import judge
 from .accept_records import JUDGE, AcceptArgs, judge_records, judged
 from .backend import AS_DRAFTED, Judge, Judged
 from .cuda_draft import CudaDraft
-from .cuda_driver import Launch, Module
+from .cuda_driver import Launch, Module, explained
 from .cuda_kernels import compile_accept, no_sampler
 from .cuda_memory import RankMemory
 from .cuda_step_io import MAX_PENALTIES
@@ -66,6 +66,7 @@ class CudaAccept:
         self._module = Module(compile_accept(self.vocab_size, device.arch).cubin)
         cupy.cuda.get_current_stream().synchronize()   # which has cleared all of it
 
+    @explained()
     def accept(self, judges: list[Judge]) -> list[Judged]:
         """Verdicts in order. The rows of `judges` are those of the target's logits, one behind the other. Waits for them."""
         entries = [penalty_entries(d) for j in judges for d in j.draws]

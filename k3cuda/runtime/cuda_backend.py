@@ -18,10 +18,10 @@ from ..weights import check_tp
 from .backend import DraftAsk, Drafted, Judge, Judged, StepCounts, StepRows, check_buffer, check_room
 from .cuda_accept import CudaAccept
 from .cuda_draft import CudaDraft
-from .cuda_driver import open_device
+from .cuda_driver import explained, known_failure, open_device
 from .cuda_graphs import StepGraphs
 from .cuda_kernels import bucket_of
-from .cuda_launch import StepLaunches, explained
+from .cuda_launch import StepLaunches
 from .cuda_memory import PageTables, RankMemory, fitting_length
 from .cuda_step_io import CudaPending, Half, StepIO
 from .cuda_trace import TraceMemory
@@ -275,7 +275,7 @@ class CudaBackend(StepGraphs):
         return CudaPending(half, draws, self.cfg.vocab_size, on_host)
 
     def close(self) -> None:
-        if self.step_launches is not None and self.step_launches.failure():
+        if known_failure():
             return   # the context is gone, and all memory with it
         self._unbind()
         self.close_kernels()

@@ -22,13 +22,12 @@ from ..plan import Op, build_plan
 from .cuda_backend import CudaBackend
 from .cuda_bench_checks import check_experts, check_step, check_time, other_bucket, same_step
 from .cuda_compare import launch_groups
-from .cuda_driver import open_device
+from .cuda_driver import explained, open_device
 from .cuda_kernels import bucket_of, compile_bucket, side_by_side
-from .cuda_launch import explained
 from .cuda_synthetic import Filler, synthetic_draft, synthetic_weights
 from .cuda_timing import Timer
 from .drafting import Drafting
-from .launch_program import BUCKETS, compile_launch
+from .launch_program import BUCKETS, LOOPBACK, compile_launch, misfit
 from .machine import STANDARD
 from .step_bytes import StepBytes
 
@@ -82,14 +81,14 @@ class StepBench:
     def compile(self, rows, probes=(NO_PROBES,), more=()) -> None:
         """Kernels for steps of so many rows and for their checks, and the buckets `more`, all side by side."""
         buckets, start = {b for n in rows for b in (bucket_of(n), other_bucket(n)[0])} | set(more), time.perf_counter()
-        launches = {bucket_of(n) for n in rows} & set(BUCKETS) if self.specialized and NO_PROBES in probes else ()
-        side_by_side([partial(self._launch_ahead, b) for b in launches]
+        launches = {bucket_of(n) for n in rows} & set(BUCKETS) if self.specialized else ()
+        side_by_side([partial(self._launch_ahead, b, p) for p in probes if not misfit(self._plan, LOOPBACK, p) for b in launches]
                      + [partial(compile_bucket, self._plan, b, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=p) for p in probes for b in buckets])
         log.info("kernels compiled in %.1f s", time.perf_counter() - start)
 
-    def _launch_ahead(self, bucket: int) -> None:
+    def _launch_ahead(self, bucket: int, probes: Probes) -> None:
         with suppress(PlanError, CompileError):   # which a step in one launch gives as its reason
-            compile_launch(self._plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms)
+            compile_launch(self._plan, bucket, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=probes)
 
     def open(self, sequences: int, max_model_len: int, probes: Probes = NO_PROBES) -> None:
         """Room for so many sequences of so many tokens, with random caches and states. Raises OutOfMemory where it does not fit."""
@@ -154,7 +153,7 @@ class StepBench:
         nbytes = self.bytes(experts).floor()
         ms, floor = statistics.median(seconds) * 1e3, nbytes / self.ceiling * 1e3
         check_time(ms, floor)
-        hops = sum(follows_collective(op.stage) for op in be.plan.ops) if be.probes.hop_cycles else 0
+        hops = be.step_launches.hops(bucket) if self.single else sum(follows_collective(op.stage) for op in be.plan.ops) if be.probes.hop_cycles else 0
         return {"decode_backend": be.name if self.single else STANDARD, "declined": self.declined, "rows": self.rows, "sequences": self.sequences, "tp": self.tp, "rank": self.rank,
                 "context": self.context, "kv_cache_dtype": be.kv_cache_dtype, "ms": round(ms, 4), "ms_min": round(min(seconds) * 1e3, 4),
                 "rows_a_second": round(self.rows / ms * 1e3, 1), "floor_ms": round(floor, 4), "floor_bytes": round(nbytes), "ratio_to_floor": round(ms / floor, 3),

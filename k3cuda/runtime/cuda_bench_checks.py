@@ -103,9 +103,11 @@ def cache_rows(bench) -> tuple:
 
 
 def left(bench) -> dict[str, np.ndarray]:
-    """[rows, words] of the records that a commit reads, and of new cache rows, of all layers."""
+    """[rows, words] of the records that a commit reads, and of new cache rows, of all layers; and of what a draft model reads, where there is one."""
     bench.backend.stream.synchronize()
     found = {name: bench.memory.buffer(name)[:, :bench.rows].get() for name in RECORDS} | {"mla_cache": bench.memory.buffer("mla_cache")[cache_rows(bench)].get()}
+    if bench.backend.plan.taps:   # rows come first there
+        found["taps"] = bench.memory.buffer("taps")[None, :bench.rows].get()
     return {name: np.ascontiguousarray(np.moveaxis(array, 1, 0)).reshape(bench.rows, -1).view(np.uint32) for name, array in found.items()}
 
 

@@ -11,6 +11,7 @@ from ..draft_plan import DraftPlan, build_draft_plan
 from ..emit import launches_of
 from ..plan import Op
 from .backend import AS_DRAFTED, DraftAsk, Drafted, StepRows
+from .cuda_driver import explained
 from .cuda_kernels import BucketKernels, bucket_of, compile_bucket
 from .cuda_memory import VIEW_DTYPES, PageTables, RankMemory
 from .drafting import Drafting
@@ -129,6 +130,7 @@ class CudaDraft:
             self._inputs.send(self.memories, self.stream, row_slot=slots, row_position=rows.positions[part], row_accepted=inside[part])
             self.graph(self.plan.context, len(slots), first).launch(self.stream)
 
+    @explained()
     def propose(self, asks: list[DraftAsk]) -> list[Drafted]:
         """`num_drafts` tokens for each sequence. Where nobody reads any of them they are "as drafted" and nothing is waited for; else fewer where
         the draft's logits are not finite."""

@@ -39,8 +39,27 @@ def driver():
     return cu
 
 
-# Asked when a call of the driver has failed: each gives an error that says more than the driver does, or None.
+# Each gives an error that says more of what failed on the GPU than the driver does, or None.
 explanations: list[Callable[[], K3Error | None]] = []
+
+
+def known_failure() -> K3Error | None:
+    """What ended this process's work on the GPU, if one of `explanations` knows. Then the context is gone: no call will succeed any more, or may be made."""
+    return next(filter(None, (ask() for ask in explanations)), None)
+
+
+@contextlib.contextmanager
+def explained():
+    """Around calls of the GPU: none where the context is known to be gone, and whatever fails for that raises what is known in the place of its own words."""
+    if error := known_failure():
+        raise error
+    try:
+        yield
+    except Exception as failed:
+        error = known_failure()
+        if error is None or isinstance(failed, type(error)):
+            raise
+        raise error from failed
 
 
 def check(result):
@@ -48,7 +67,7 @@ def check(result):
     cu = driver()
     code, *values = result
     if code != cu.CUresult.CUDA_SUCCESS:
-        for error in filter(None, (ask() for ask in explanations)):
+        if error := known_failure():
             raise error
         raise DeviceError(f"{code.name}: {cu.cuGetErrorString(code)[1].decode()}")
     return values[0] if len(values) == 1 else tuple(values)
@@ -57,8 +76,10 @@ def check(result):
 def open_device(index: int = 0) -> Device:
     """Initialises GPU `index` of those visible and makes its primary context current in this thread.
 
-    Raises DeviceError: no driver, driver too old for the installed CUDA packages, no such GPU, GPU too old.
+    Raises DeviceError: no driver, driver too old for the installed CUDA packages, no such GPU, GPU too old; StepTimeout: this process's context is gone.
     """
+    if error := known_failure():
+        raise error
     device, context = _opened(index)
     check(driver().cuCtxSetCurrent(context))
     return device

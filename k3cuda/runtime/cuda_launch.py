@@ -4,7 +4,7 @@ What it reads and leaves lies where the standard path has it, so that steps of b
 """
 import ctypes
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import cupy
@@ -21,24 +21,12 @@ from .cuda_driver import Device, Launch, Module, check, driver, explanations
 from .cuda_memory import RankMemory
 from .cuda_launch_peers import LaunchPeers
 from .launch_pointers import Places, Pointers
-from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, launched, misfit, trouble_text
+from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, delayed_hops, launched, misfit, trouble_text
 from .loading import Loading
-from .peer_exchange import LIMIT_S
 
 log = logging.getLogger("k3cuda")
 
 _RECORD = 16   # words of a Watch record, and room between two
-
-
-@contextmanager
-def explained():
-    """Where CuPy's runtime fails: raises what one of `explanations` knows in the place of its own words."""
-    try:
-        yield
-    except cupy.cuda.runtime.CUDARuntimeError as failed:
-        for error in filter(None, (ask() for ask in explanations)):
-            raise error from failed
-        raise
 
 
 @dataclass
@@ -83,7 +71,7 @@ class _Records:
         for bucket, program in self.programs.items():
             if (record := self.words[bucket])[0]:
                 return StepTimeout(f"a step in one launch ended itself: {trouble_text(record, program)}",
-                                   "use decode_backend 'standard', and let nothing else use the GPU during a step")
+                                   "start the process again, since all that it had on the GPU is lost; use decode_backend 'standard', or let nothing else use the GPU during a step")
         return None
 
 
@@ -99,7 +87,7 @@ class StepLaunches:
                  others: LaunchPeers | None = None):
         self.plan, self.memories, self.device, self.stream, self.kv_cache_dtype, self._loading = plan, memories, device, stream, kv_cache_dtype, loading
         self._ranks, self._are_here, self._others = 1 if ranks == LOOPBACK else plan.tp, len(memories) > 1, others
-        self._misfit = misfit(plan, ranks, probes)
+        self._probes, self._misfit = probes, misfit(plan, ranks, probes)
         if self._misfit:
             log.warning("no step runs in one launch: %s", self._misfit)
         self._made: dict[int, _Built | str] = {}   # bucket -> a launch, or why there is none
@@ -125,6 +113,10 @@ class StepLaunches:
     def launches(self, bucket: int) -> list:
         """For steps of up to so many rows, which `declines` has nothing against: the launch, and what belongs right behind it."""
         return self._made[bucket].launches
+
+    def hops(self, bucket: int) -> int:
+        """Of such a step: how many of its phases a probe of hops lets wait."""
+        return delayed_hops(self.plan, self._made[bucket].program) if self._probes.hop_cycles else 0
 
     def close(self) -> None:
         """Graphs with its launches must be gone."""
@@ -155,7 +147,7 @@ class StepLaunches:
         while True:
             program = launched(self.plan, bucket, sms, self.kv_cache_dtype, self._ranks)
             with self._loading.phase("compile"):
-                module = Module(compiled_launch(self.plan, program, self.device.arch, ranks_here=self._are_here).cubin)
+                module = Module(compiled_launch(self.plan, program, self.device.arch, ranks_here=self._are_here, probes=self._probes).cubin)
             threads, shared_bytes, cluster, _ = module.constants(f"{KERNEL}_launch", 4)
             function = module.function(KERNEL, shared_bytes)
             fit = self._resident(Launch(function, groups * sms, threads, [], shared=shared_bytes, cluster=cluster), threads, shared_bytes, cluster)
@@ -200,7 +192,7 @@ class StepLaunches:
 
     def _arguments(self, program: BlockProgram, rank: int, own: ls.LaunchPeer, **addresses: int) -> ls.LaunchArgs:
         cfg = self.plan.cfg
-        return ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, meet_ns=int(LIMIT_S * 1e9), rank=rank,
+        return ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, meet_ns=int(MEET_S * 1e9), rank=rank,
                             situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta), routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, exchange=own.exchange, result=own.result,
                             counts=own.counts, trouble=self._records.words[program.rows].ctypes.data, **addresses)
 

@@ -8,6 +8,7 @@ from ..errors import UsageError
 from ..plan import Op
 from .cuda_backend import CudaBackend
 from .cuda_carry import Carrier
+from .cuda_driver import known_failure
 from .cuda_memory import RankMemory
 from .cuda_launch_peers import LaunchPeers
 from .machine import NCCL, PEER
@@ -115,6 +116,8 @@ class CudaRank(CudaBackend):
 
     def _let_go(self) -> None:
         """May be called twice, and where there is nothing yet."""
+        if known_failure():   # mappings and communicator ended with the context; what asks it for anything more fails, or waits for it
+            return
         try:
             if self._carrier is not None:
                 self._carrier.close()

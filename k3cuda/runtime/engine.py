@@ -136,9 +136,11 @@ class Engine:
 
     def close(self) -> None:
         """Ends everything and closes the backend; may be called twice."""
-        for request_id in list(self._sequences):
-            self.abort(request_id)
-        self.backend.close()
+        try:
+            for request_id in list(self._sequences):
+                self.abort(request_id)
+        finally:
+            self.backend.close()
 
     def _admit(self) -> None:
         admit = self.prefixes.admit if self.prefixes is not None else self.scheduler.admit

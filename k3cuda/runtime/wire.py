@@ -6,8 +6,8 @@ import operator
 import socket
 import struct
 
-from ..errors import (CheckpointError, DeviceError, ExchangeTimeout, K3Error, NumericalError, OutOfMemory, PromptTooLong, RankDied, RanksDiffer, UsageError,
-                      out_of_memory)
+from ..errors import (CheckpointError, DeviceError, ExchangeTimeout, K3Error, NumericalError, OutOfMemory, PromptTooLong, RankDied, RanksDiffer, StepTimeout,
+                      UsageError, out_of_memory)
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
@@ -15,7 +15,7 @@ HEAD_BYTES = _LENGTH.size + DIGEST_BYTES
 MAX_MESSAGE = 64 << 20   # bytes: a step whose draws have penalties over a text of a million tokens needs a tenth of it
 # What an error of another process is here: whoever catches a kind of error on one rank catches it on all.
 _KINDS = {kind.code: kind for kind in (UsageError, CheckpointError, OutOfMemory, DeviceError, PromptTooLong, NumericalError, RankDied)}
-_NAMED = {kind.__name__: kind for kind in (ExchangeTimeout, RanksDiffer)}   # which share the code of another
+_NAMED = {kind.__name__: kind for kind in (ExchangeTimeout, RanksDiffer, StepTimeout)}   # which share the code of another
 
 
 class LinkLost(Exception):

@@ -116,7 +116,7 @@ def _protocol(limits: Limits):
 
 
 class Server(uvicorn.Server):
-    """Ends in steps: no new connections, `grace_s` for the requests that run, then an error for each of them."""
+    """Ends in steps: no new connections, `grace_s` for the requests that run, then an error for each of them. With the engine it ends by itself."""
 
     def __init__(self, service: Service, grace_s: float):
         self._service, self._grace_s = service, grace_s
@@ -132,6 +132,11 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets=None):
         await self._serve(sockets)   # uvicorn's, without its capture of signals inside the loop
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._service.worker.trouble is not None:
+            self.should_exit = True   # what runs has its error; whoever watches the process starts another one, and nobody else can help
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
         if self.should_exit:
@@ -150,7 +155,7 @@ class Server(uvicorn.Server):
 
 
 def serve(service: Service, listener: socket.socket, grace_s: float) -> None:
-    """Runs until a signal; raises it again when everything has ended."""
+    """Runs until a signal; raises it again when everything has ended. Raises what lost the engine, if anything does."""
     for name in ("uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = log.handlers, False
@@ -162,3 +167,5 @@ def serve(service: Service, listener: socket.socket, grace_s: float) -> None:
     finally:
         service.worker.stop()
         service.worker.join(LAST_WORDS_S)
+    if service.worker.lost:
+        raise service.worker.lost

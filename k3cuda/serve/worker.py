@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import Future
 from functools import partial
 
-from ..errors import Aborted, DeviceError, K3Error, RankDied
+from ..errors import Aborted, K3Error, loses_model
 from ..runtime.request import Event, Request
 from .metrics import Metrics
 from .refusals import Refusal
@@ -61,14 +61,14 @@ class Worker:
 
     Attributes:
         ready: a Future with the opened `Engine`, for its facts only; raises what opening raised.
-        problem: why the engine is lost; None while it is not.
+        lost: what lost the engine, None while it is not: those that ran have that error, those that waited get status 503, and nothing runs any more.
         in_flight: jobs that are not over.
     """
 
     def __init__(self, open_engine, max_queue: int, metrics: Metrics):
         self._open_engine, self._max_queue, self.metrics = open_engine, max_queue, metrics
         self.ready: Future = Future()
-        self.problem: str | None = None
+        self.lost: K3Error | None = None
         self._inbox, self._loop = queue.SimpleQueue(), None
         self.in_flight = 0                           # of the event loop
         self._jobs: dict[str, Job] = {}              # from here on of the thread: by id, in the engine or being scored
@@ -85,7 +85,7 @@ class Worker:
     @property
     def trouble(self) -> str | None:
         """Why nothing can be generated; None while it can."""
-        return self.problem or (None if self._thread.is_alive() else "its thread ended")
+        return str(self.lost) if self.lost else (None if self._thread.is_alive() else "its thread ended")
 
     @property
     def capacity(self) -> int:
@@ -97,28 +97,39 @@ class Worker:
         if self._stopping:
             raise Refusal(503, "the server is shutting down", code="shutting_down")
         if self.trouble is not None:
-            raise Refusal(503, f"the engine is lost: {self.trouble}", code="engine_lost")
+            raise self._engine_lost()
         if self.in_flight + len(jobs) > self.capacity:
             raise Refusal(429, f"{self.in_flight} requests run or wait, {len(jobs)} more are too many; come again later", code="queue_full",
                           headers={"Retry-After": "1"})
         self._loop = asyncio.get_running_loop()
         self.in_flight += len(jobs)
         for job in jobs:
-            self._inbox.put(partial(self._arrive, job))
+            self._inbox.put((self._arrive, job))
 
     def cancel(self, jobs: list[Job]) -> None:
         """Ends those that are not over: their slots are free at the next step."""
         for job in jobs:
             if not job.is_over:
-                self._inbox.put(partial(self._abort, job))
+                self._inbox.put((self._abort, job))
 
     def stop(self) -> None:
         """Takes no more jobs, ends those that run, closes the model and ends the thread."""
         self._stopping = True
-        self._inbox.put(self._abort_all)
+        self._inbox.put((self._abort_all,))
 
     def join(self, timeout: float) -> None:
         self._thread.join(timeout)
+
+    def _engine_lost(self) -> Refusal:
+        return Refusal(503, f"the engine is lost: {self.trouble}", code="engine_lost")
+
+    def _refuse_late(self) -> None:
+        """Those that arrived beside the thread's end."""
+        while not self._inbox.empty():
+            call, *jobs = self._inbox.get()
+            if call == self._arrive:
+                jobs[0].refuse(self._engine_lost())
+                self._over(jobs[0])
 
     def _over(self, job: Job) -> None:
         job.is_over = True
@@ -139,20 +150,26 @@ class Worker:
             while not (self._stopping and self._inbox.empty() and not self._jobs and not self._waiting):
                 self._turn()
         except BaseException as e:
-            self.problem = f"{type(e).__name__}: {e}"
-            log.error("the engine thread ended: %s", self.problem, exc_info=True)
+            is_told = e is self.lost
+            self.lost = e if is_told else K3Error(f"the engine thread ended: {type(e).__name__}: {e}", "the log has the traceback; please report it")
+            log.error("the engine is lost: %s", self.lost, exc_info=not is_told)
             for job in [*self._jobs.values(), *self._waiting]:
-                self._tell(job.refuse, K3Error("the engine is lost"))
+                self._tell(job.refuse, self._engine_lost() if is_told else K3Error("the engine is lost"))
                 self._tell(self._over, job)
+            self._tell(self._refuse_late)
             self._deliver()
         finally:
-            engine.close()
+            try:
+                engine.close()
+            except Exception:   # of what is lost; else it is the first that is told
+                log.log(logging.DEBUG if self.lost else logging.ERROR, "the engine did not close", exc_info=True)
 
     def _turn(self) -> None:
         """Takes what arrived, runs a step, hands out what it brought."""
         is_idle = not (self._engine.has_work or self._scorer or self._waiting)
         while is_idle or not self._inbox.empty():
-            self._inbox.get()()
+            call, *jobs = self._inbox.get()
+            call(*jobs)
             is_idle = False
         self._give_engine()
         if self._scorer:
@@ -160,6 +177,8 @@ class Worker:
         if self._engine.has_work:
             for event in self._engine.step():
                 self._event(event)
+        if self.lost:
+            raise self.lost
         self._deliver()
 
     def _arrive(self, job: Job) -> None:
@@ -184,7 +203,7 @@ class Worker:
             except Exception as e:
                 if self._waiting and self._waiting[0] is job:
                     self._waiting.popleft()
-                self._end(job, partial(job.refuse, e))
+                self._refuse(job, e)
 
     def _add(self, job: Job) -> None:
         if job.generate:
@@ -201,7 +220,7 @@ class Worker:
             scores = self._scorer.advance()
         except Exception as e:
             self._scorer = None
-            self._end(job, partial(job.refuse, e))
+            self._refuse(job, e)
             return
         if scores is not None:
             self._scorer, job.scores = None, scores
@@ -209,12 +228,11 @@ class Worker:
             try:
                 self._add(job)
             except Exception as e:
-                self._end(job, partial(job.refuse, e))
+                self._refuse(job, e)
 
     def _event(self, event: Event) -> None:
         self.metrics.event(event)
-        if isinstance(event.error, (DeviceError, RankDied)):
-            self.problem = str(event.error)
+        self._lose(event.error)
         job = self._jobs[event.request_id]
         if event.finish_reason is None:
             self._tell(job.take, event)
@@ -242,12 +260,20 @@ class Worker:
         self._tell(last)
         self._tell(self._over, job)
 
+    def _refuse(self, job: Job, error: Exception) -> None:
+        self._lose(error)
+        self._end(job, partial(job.refuse, error))
+
+    def _lose(self, error: Exception | None) -> None:
+        if loses_model(error):
+            self.lost = self.lost or error
+
     def _tell(self, call, *args) -> None:
         self._news.append(partial(call, *args))
 
     def _deliver(self) -> None:
         """One hand-over a step: with hundreds of streams one for each event would cost more than the step."""
-        if self._news:
+        if self._news and self._loop:
             news, self._news = self._news, []
             try:
                 self._loop.call_soon_threadsafe(_call_all, news)

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 from launch_standard import without_a_product
@@ -16,16 +17,24 @@ def lose(be, behind: int, limit_ns: int = cuda_launch.LIMIT_NS) -> None:
     cuda_launch.launched, cuda_launch.LIMIT_NS = lambda *args: without_a_product(whole(*args), behind), limit_ns
     open_slot(be, 0)
     be.step_launches.declines(1)   # makes it
-    start = time.monotonic()
+    record, start = be.step_launches._records.words[1], time.monotonic()
+    threading.Thread(target=_tell, args=(record, start), daemon=True).start()
     try:
         be.step(step_rows((0, 0, [1])))
         be.logits()
     except Exception as e:
         print(type(e).__name__, e)
-    print(f"ended within {time.monotonic() - start:.2f} s")
+    print(f"ended after {time.monotonic() - start:.2f} s")
     be.close()
     print("closed", flush=True)
     os._exit(0)   # what is left of CuPy's memory cannot be freed
+
+
+def _tell(record, start: float) -> None:
+    """When a block has written who waited for what."""
+    while not record[0]:
+        time.sleep(0.002)
+    print(f"the record came after {time.monotonic() - start:.2f} s", flush=True)
 
 
 def said_of_loss(module: str, call: str, timeout: float) -> str:

@@ -14,6 +14,7 @@ from standard import Cuda, same  # noqa: E402
 
 from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import DECODE_ROWS  # noqa: E402
+from k3cuda.emit import Probes  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
 from k3cuda.runtime.cuda_bench_checks import RECORDS  # noqa: E402
@@ -119,6 +120,18 @@ def test_first_layers_of_the_release(release, rows, context):
     found = release.step()
     assert found["decode_backend"] == LATENCY_SPECIALIZED and found["declined"] is None
     assert set(found["checks"]["same_bytes_left"]) == {*RECORDS, "mla_cache"}
+
+
+def test_a_slower_link_is_felt_at_every_hop(release):
+    """A block that came late waits too, but others may then find what they wait for, so that less than all of it is felt."""
+    delay_us, found = 10.0, []
+    for us in (0, delay_us):
+        release.open(1, 64, Probes(hop_cycles=round(us * release.cycles_a_us)))
+        release.place(1, 1, 1)
+        found.append(release.step())
+    plain, slow = found
+    assert {step["decode_backend"] for step in found} == {LATENCY_SPECIALIZED} and plain["delayed_hops"] == 0 and slow["delayed_hops"] > 4 * RELEASE_LAYERS
+    assert 0.5 < (slow["ms"] - plain["ms"]) * 1e3 / (slow["delayed_hops"] * delay_us) < 1.6, found
 
 
 def test_wide_steps_of_a_benchmark_say_why_they_ran_stage_by_stage(release):

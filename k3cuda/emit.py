@@ -16,7 +16,7 @@ from .buffers import DTYPE_BYTES, Buffer, buffer_bytes, buffer_shape
 from .config import DECODE_ROWS, MAX_ROWS
 from .draft_config import MLA, DraftConfig
 from .draft_plan import DraftPlan
-from .emit_sizes import CACHE_BLOCK, H200_SMS, MAX_SHARED, sizes
+from .emit_sizes import CACHE_BLOCK, H200_SMS, MAX_SHARED, has_leaf_sums, sizes
 from .errors import ConfigError
 from .plan import Op, Plan
 from .stages import GATHER, SCATTER, STACK, STAGES, Move, Stage
@@ -116,13 +116,12 @@ def launches_of(stage: Stage, plan: Plan | DraftPlan, rows: int, ride: bool) -> 
         alone = not ride or any(m.in_group or m.how == STACK and sums_ranks(plan, rows, ride) for m in stage.moves)
         return ((stage.name, 0),) if alone else ()
     names = packing.WIDE_KERNELS.get(stage.name) if wide else None
-    adds = rows >= DECODE_ROWS and not isinstance(plan, DraftPlan)
     out, group = [], []
     for name in names or packing.KERNELS.get(stage.name, (stage.name,)):
         if wide and name in packing.SLICED:
             group.append(name)   # neighbours take turns: what passes between them is of one slice
             continue
-        out += [(name, 0), (name + SUM, 0)] if adds and name in packing.PRODUCTS else [(name, 0)]
+        out += [(name, 0), (name + SUM, 0)] if has_leaf_sums(plan, rows) and name in packing.PRODUCTS else [(name, 0)]
     return (*out, *((name, first) for first in range(0, rows, DECODE_ROWS) for name in group))
 
 

@@ -19,6 +19,11 @@ H200_SMS = 132  # what a build for no device in particular spreads over
 GPU_SMS = {"sm_90a": (H200_SMS,), "sm_100a": (148, 152), "sm_103a": (152, 148)}
 
 
+def has_leaf_sums(plan: Plan | DraftPlan, rows: int) -> bool:
+    """Whether in a step of up to `rows` rows a product may leave sums of leaves in memory, for a second kernel: a draft has no memory for them."""
+    return rows >= DECODE_ROWS and not isinstance(plan, DraftPlan)
+
+
 def camel(name: str) -> str:
     return "k" + "".join(part.capitalize() for part in name.split("_"))
 
@@ -33,6 +38,7 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms};",
               f"constexpr int kGroup = {plan.dcp};   // ranks that hold the MLA cache together",
               f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
+              f"constexpr bool kHasLeafSums = {str(has_leaf_sums(plan, rows)).lower()};   // a product may have a second kernel, which adds them",
               f"constexpr int kParts = {parts};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted(({b.shape[b.cut] for b in (*t.buffers.values(), *t.absent) if b.cut is not None} | {"mla_q_dim"}) & set(whole))
     lines += _integers({f"own_{n}": t.dims[n] // tp for n in cut} | {"group_heads": t.dims["num_attention_heads"] // tp * plan.dcp})

@@ -13,6 +13,9 @@ from host_step import Kernels, Memory  # noqa: E402
 
 from k3cuda.buffers import BY_NAME, ROW_AXES  # noqa: E402
 from k3cuda.emit import SUMMED_ROWS  # noqa: E402
+from k3cuda.plan import build_plan  # noqa: E402
+from k3cuda.runtime.made_config import made_config  # noqa: E402
+from k3cuda.runtime.made_model import MadeCheckpoint  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER, STACK  # noqa: E402
 
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
@@ -146,3 +149,26 @@ def test_ranks_add_up_what_a_small_step_stacks(tmp_path, tp, ride, rows):
     for memory in ranks:
         np.testing.assert_array_equal(memory.buffer("ffn_out")[:rows], table[memory.buffer("token_ids")[:rows]])
         assert not memory.buffer("hidden")[:rows].any()
+
+
+# ---- 64 rows of sixteen long leaves, which small steps multiply otherwise ----
+
+LONG = made_config(hidden_size=16 * 18 * 16, num_hidden_layers=2, num_attention_heads=1, head_dim=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=16,
+                   kv_lora_rank=64, intermediate_size=24, moe_intermediate_size=32, routed_expert_hidden_size=32, num_experts=4, num_experts_per_token=2,
+                   full_attn_layers=[2], kda_layers=[1], vocab_size=40)
+
+
+@pytest.mark.parametrize(("stages", "before"), [(("kda_in", "lm_head"), ""), (("dense_up", "mla_in", "moe_in", "lm_head"), "#define K3_SHIM_WGMMA\n")], ids=["mma", "wgmma"])
+def test_long_leaves_of_64_rows_have_the_bytes_of_a_small_step(tmp_path, stages, before):
+    plan, source, rng = build_plan(LONG, 1), MadeCheckpoint(LONG, seed=3), np.random.default_rng(5)
+    machines = {rows: (Kernels(rows, 1, True, dict.fromkeys(stages, ()), tmp_path / str(rows), plan=plan, before=before), Memory(plan, source)) for rows in (NARROW, 8)}
+    for stage in stages:
+        kernels, memory = machines[NARROW]
+        op = kernels.last(stage)
+        assert [k for k, _ in kernels.launches(op)] == [stage, f"{stage}_tree"] and host.constants(kernels.library, f"k_{stage}_tree_launch", 1)[0] > 0
+        given = {n: values(n, memory.buffer(n).shape, rng) for n in op.stage.inputs if n not in ("row_slot", "logit_rows")}
+        got, rows = run(machines[NARROW], (stage,), np.arange(40), given), np.arange(32, 40)
+        for name, array in run(machines[8], (stage,), rows, given).items():
+            axis = row_axis(name) - BY_NAME[name].is_layered
+            assert got[name].take(rows, axis).tobytes() == array.tobytes(), name
+            assert np.isfinite(array.astype(np.float32)).all() and array.std() > 0, name

@@ -35,17 +35,16 @@ constexpr float kLog2E = 1.44269504088896340736f;   // scores times it are expon
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int tiles_of(int rows) { return ceil_div(rows, kTileRows); }
 
-constexpr bool kHasWideSteps = kMaxRows > kDecodeRows;   // a draft has none, and no memory for leaf sums
-
 // The two kernels of a wide product; a narrow one is the first alone.
 struct Multiply { static constexpr bool kAdds = false; };
 struct Sum { static constexpr bool kAdds = true; };
 
 // A stage that is one product over kTotal row tiles, for every block of kBlocksY once.
 //   kTokens  rows of the step that it is for
-//   kOnce    more than kDecodeRows of them are one product (wide_core.cuh) where they fit; else slices of so many, along z
-// Sixteen long leaves are such a product from kDecodeRows on: what row_core.cuh does with so many rows is bound by x, which every block reads again.
-template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens = kRows, bool kOnce = true>
+//   kOnce    whether more than kDecodeRows of them are one product (wide_core.cuh) where they fit; else slices of so many, along z.
+//            kLongToo: of sixteen long leaves kDecodeRows are one as well: what row_core.cuh does with them is bound by x, which every block reads again
+enum Once { kNever, kInWideSteps, kLongToo };
+template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens = kRows, Once kOnce = kLongToo>
 struct ProductStage : StageDefaults {
   static constexpr bool kPair = kPair_;
   static constexpr int kTiles = kTotal, kSlice = min_of(kTokens, kDecodeRows);
@@ -53,10 +52,11 @@ struct ProductStage : StageDefaults {
   typedef RowAuto<kTotal, kLeaves, kSteps, kSlice <= kTokenTile ? 1 : kSlice / kTokenTile, kPair, kSms> Shape;
   typedef WideShape<kTotal, kLeaves, kSteps, max_of(kTokens, kDecodeRows)> Wide;
   static constexpr bool kIsLong = kLeaves == 16 && kSteps > 16;
-  static constexpr bool kIsWide = kOnce && kTokens >= kDecodeRows && (kTokens > kDecodeRows || (kIsLong && kHasWideSteps)) && Wide::kFits && !(kPair && kLeaves == 1);
+  static constexpr bool kIsOnce = kTokens > kDecodeRows ? kOnce != kNever : kTokens == kDecodeRows && kOnce == kLongToo && kIsLong && kHasLeafSums;
+  static constexpr bool kIsWide = kIsOnce && Wide::kFits && !(kPair && kLeaves == 1);
   typedef ManyShape<kTotal, kLeaves, kSteps, max_of(kSlice / kTokenTile, 1), kPair ? 2 : 1, kSms> Many;
   // Sixteen long leaves of fewer rows are faster in row_core.cuh (docs/kernels.md, "Steps of 64 sequences").
-  static constexpr bool kIsMany = !kIsWide && kOnce && kSlice > kTokenTile && (kLeaves == 16 ? !kIsLong : kLeaves == 1 && kSteps > 32) && Many::kFits;
+  static constexpr bool kIsMany = !kIsWide && kOnce != kNever && kSlice > kTokenTile && (kLeaves == 16 ? !kIsLong : kLeaves == 1 && kSteps > 32) && Many::kFits;
   static constexpr int kBlocks = kIsWide ? wide_blocks<Wide>(kSms) : kIsMany ? Many::kBlocks : row_blocks<Shape>(kTotal, kSms),
                        kBlocksZ = kIsWide ? 1 : kTokens / kSlice, kThreads = kIsWide ? Wide::kThreads : kIsMany ? Many::kThreads : Shape::kThreads,
                        kCluster = kIsWide ? 1 : kIsMany ? Many::kCS : Shape::kCS, kSmem = kIsWide ? Wide::kSmem : kIsMany ? Many::kSmem : Shape::kSmem;

@@ -52,8 +52,8 @@ struct draft_mla_norm : StageDefaults {
 };
 
 // Heads are blocks along y; the first blocks turn what meets the shared key.
-struct draft_mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, false> {
-  typedef ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, false> Product;
+struct draft_mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, kNever> {
+  typedef ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, kNever> Product;
   static constexpr int kOthers = Product::kCluster, kBlocks = Product::kBlocks + kOthers, kBlocksY = kOwnNumAttentionHeads;
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     const int head = blockIdx.y;
@@ -106,7 +106,7 @@ struct draft_mla_combine : mla_combine {
   }
 };
 
-struct draft_mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps, false, kRows, false> {
+struct draft_mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps, false, kRows, kNever> {
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     const int head = blockIdx.y;

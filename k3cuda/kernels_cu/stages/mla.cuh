@@ -59,7 +59,7 @@ struct mla_q : ProductStage<tiles_of(kOwnMlaQDim), kMlaQBProjLeaves, kMlaQBProjS
 };
 
 // Heads are blocks along y.
-struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, false> {
+struct mla_absorb : ProductStage<tiles_of(kKvLoraRank), kMlaKeysLeaves, kMlaKeysSteps, false, kRows, kNever> {
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     int head = blockIdx.y;
@@ -112,7 +112,7 @@ struct mla_combine : StageDefaults {
   }
 };
 
-struct mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps, false, kRows, false> {
+struct mla_out : ProductStage<tiles_of(kVHeadDim), kMlaValuesLeaves, kMlaValuesSteps, false, kRows, kNever> {
   static constexpr int kBlocksY = kOwnNumAttentionHeads;
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     int head = blockIdx.y;

@@ -12,7 +12,7 @@ import regex
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from k3cuda.errors import CheckpointError
+from k3cuda.errors import CheckpointError, K3Error
 from k3cuda.runtime import tokenizer as module
 from k3cuda.runtime.tokenizer import CONFIG_FILE, MINI_TOKENIZER_DIR, MARKERS, RANKS_FILE, Tokenizer, split_long_runs
 
@@ -155,6 +155,16 @@ def test_the_encoder_is_loaded_when_it_is_first_needed():
     code = "import sys, k3cuda.runtime.tokenizer as t; t.Tokenizer.from_dir(t.MINI_TOKENIZER_DIR).decode([97])"
     code += "; assert not {'tiktoken', 'regex'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+
+
+def test_where_tiktoken_fails_the_error_is_ours(monkeypatch):
+    """A panic of Rust is no Exception: a server's thread would end by it. Here a byte has no token, which the constructor refuses."""
+    monkeypatch.setattr(module, "_check_ranks", lambda ranks, source: None)
+    lacking = Tokenizer({token: rank for rank, token in enumerate(t for t in RANKS if b"z" not in t)}, {name: 400 + i for i, name in enumerate(MARKERS)})
+    assert lacking.encode("the")
+    for _ in range(2):
+        with pytest.raises(K3Error, match="tiktoken ended at a text of 1 characters: .*; start the process again"):
+            lacking.encode("z")
 
 
 def test_a_changed_file_at_the_same_path_is_read_again(tmp_path):

@@ -12,7 +12,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from ..errors import CheckpointError, PromptTooLong
+from ..errors import CheckpointError, K3Error, PromptTooLong
 from .downloads import no_text
 
 RANKS_FILE, CONFIG_FILE = "tiktoken.model", "tokenizer_config.json"
@@ -115,7 +115,7 @@ class Tokenizer:
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """Ids of `text`. Names of special tokens are ordinary text unless `allow_special`: text of a caller must never
-        become a marker. Lone surrogates count as U+FFFD; empty text has no ids."""
+        become a marker. Lone surrogates count as U+FFFD; empty text has no ids. K3Error where tiktoken itself fails."""
         return [i for ids in self.encoded(text, allow_special) for i in ids]
 
     def encoded(self, text: str, allow_special: bool = False):
@@ -123,7 +123,13 @@ class Tokenizer:
         for piece in split_long_runs(text):
             if _SURROGATE.search(piece):
                 piece = piece.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            yield self._encoding.encode(piece, allowed_special="all") if allow_special else self._encoding.encode_ordinary(piece)
+            try:
+                yield self._encoding.encode(piece, allowed_special="all") if allow_special else self._encoding.encode_ordinary(piece)
+            except BaseException as e:   # Rust's panics are no Exception, so that nothing would catch them on their way
+                if type(e).__name__ != "PanicException":
+                    raise
+                raise K3Error(f"tiktoken ended at a text of {len(piece)} characters: {e}",
+                              "start the process again; where the same text ends it each time, please report the text") from None
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token; none for a special, reserved or out-of-range id."""

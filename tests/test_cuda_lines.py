@@ -8,10 +8,8 @@ import re
 import shutil
 import subprocess
 from importlib import metadata
-from pathlib import Path
 
 import pytest
-from conftest import depends_on_line
 
 REQUIRED = os.environ.get("REQUIRE_CUDA_LINE")
 # A header of the runtime package, and a bfloat16 multiply-add that must become one instruction.
@@ -68,10 +66,3 @@ def test_cupy_and_nccl_are_of_the_line():
     assert cupy.cuda.runtime.runtimeGetVersion() // 1000 == int(LINE[2:])
     assert metadata.version(f"nvidia-nccl-{LINE}")
     assert os.path.exists(pathfinder.load_nvidia_dynamic_lib("nccl").abs_path)
-
-
-def test_what_compiles_runs_with_both_lines():
-    """CI runs with the second line's packages what is marked."""
-    asks = {path.name for path in Path(__file__).parent.glob("test_*.py") if re.search(r"\bcompile_(cuda|bucket|launch)\b", path.read_text(encoding="utf-8"))}
-    assert {"test_standard_compile.py", "test_launch_compile.py", "test_jit.py"} <= asks
-    assert {name for name in asks if not depends_on_line(Path(__file__).parent / name)} == set()

@@ -14,6 +14,7 @@ from .errors import UsageError
 from .runtime.conversation import Dialogue, answer_reader, conversation_ids
 from .runtime.engine import Engine
 from .runtime.open_model import open_model
+from .runtime.named_models import default_effort
 from .runtime.output import Collector, Output
 from .runtime.progress import Progress
 from .runtime.prompt_arrays import as_ids, as_prompts
@@ -78,7 +79,7 @@ class LLM:
         self._engine = Engine(opened.backend, seeds=None if seed is None else random.Random(seed), prefix_cache=opened.prefix_cache)
         self._collectors: dict[str, Collector] = {}
         self._dropped: deque[Callable[[], None]] = deque()  # ends streams and sessions that were garbage collected while open
-        self._ids, self._busy, self._announced = itertools.count(), threading.Lock(), False
+        self._ids, self._busy, self._announced, self._effort = itertools.count(), threading.Lock(), False, default_effort(model)
 
     def __enter__(self):
         return self
@@ -128,14 +129,14 @@ class LLM:
             requests = [(ids, params, self._raw_text(params)) for ids, params in self._paired(self._encoded(prompts), sampling_params)]
             return self._run(requests, use_progress)
 
-    def chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None):
+    def chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort=None, tool_choice=None, response_format=None):
         """Answers a conversation, or a list of them.
 
         Args:
             messages: OpenAI-style dictionaries (runtime/chat.py: `render`), or a list of such lists.
             sampling_params: as for `generate`.
             tools: OpenAI-style declarations. tool_choice: None, "auto", "required" or "none".
-            reasoning_effort: "max" (also None), "high", "low", or "none" to answer without thinking.
+            reasoning_effort: "max", "high", "low", or "none" to answer without thinking; None: "max", but "none" for models that are known by a name.
             response_format: None or an object with `type`; it is told to the model, not enforced.
         Returns:
             an Output, or a list of them for a list of conversations.
@@ -146,8 +147,7 @@ class LLM:
         with self._exclusive():
             options = dict(tools=tools, reasoning_effort=reasoning_effort, tool_choice=tool_choice, response_format=response_format)
             prompts = [self._rendered(m, **options) for m in (messages if several else [messages])]
-            requests = [(ids, params, self._chat_text(params, reasoning_effort))
-                        for ids, params in self._paired(prompts, sampling_params)]
+            requests = [(ids, params, self._chat_text(params, reasoning_effort)) for ids, params in self._paired(prompts, sampling_params)]
             outputs = self._run(requests, False, is_chat=True)
             return outputs if several else outputs[0]
 
@@ -157,7 +157,7 @@ class LLM:
             (ids, params), = self._paired([self._one(prompt)], sampling_params)
             return Stream(self, self._add(ids, params, self._raw_text(params), is_stream=True))
 
-    def stream_chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None) -> Stream:
+    def stream_chat(self, messages, sampling_params=None, *, tools=None, reasoning_effort=None, tool_choice=None, response_format=None) -> Stream:
         """Answers one conversation and hands out what is new after each step; arguments and errors of `chat`, also for a runtime/dialogue.py: Dialogue."""
         with self._exclusive():
             ids = self._rendered(messages, tools=tools, reasoning_effort=reasoning_effort, tool_choice=tool_choice, response_format=response_format)
@@ -216,8 +216,8 @@ class LLM:
     def _encoded(self, prompts) -> list[list[int]]:
         return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in as_prompts(prompts)]
 
-    def _rendered(self, messages, **options) -> list[int]:
-        return conversation_ids(self.tokenizer, messages, **options)
+    def _rendered(self, messages, reasoning_effort: str | None, **options) -> list[int]:
+        return conversation_ids(self.tokenizer, messages, reasoning_effort=reasoning_effort or self._effort, **options)
 
     def _paired(self, prompts: list[list[int]], given) -> list[tuple[list[int], SamplingParams]]:
         params = list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
@@ -231,8 +231,8 @@ class LLM:
     def _raw_text(self, params: SamplingParams):
         return None if self._tokenizer is None and not params.stop else TextStream(self.tokenizer, params.stop)
 
-    def _chat_text(self, params: SamplingParams, reasoning_effort: str):
-        return answer_reader(self.tokenizer, params, reasoning_effort)
+    def _chat_text(self, params: SamplingParams, reasoning_effort: str | None):
+        return answer_reader(self.tokenizer, params, reasoning_effort or self._effort)
 
     def _add(self, ids, params, text, *, is_chat=False, is_stream=False, keeps_end=False) -> str:
         request_id = f"request-{next(self._ids)}"

@@ -46,12 +46,12 @@ def fake(monkeypatch):
     """Makes LLMs on a scripted backend."""
     made = []
 
-    def make(script=None, *, tokenizer=TOKENIZER, generation_config=None, seed=None, eos_ids=(END,), prefix_cache=0, **backend):
+    def make(script=None, *, tokenizer=TOKENIZER, generation_config=None, seed=None, eos_ids=(END,), prefix_cache=0, model="demo", **backend):
         opened = Scripted(TOKENIZER.vocab_size, **backend)
         opened.script = None if script is None else TOKENIZER.encode(script, allow_special=True)
-        model = Model(opened, tokenizer, generation_config or {}, eos_ids, CheckpointError("no tokenizer here"), prefix_cache)
-        monkeypatch.setattr(llm_module, "open_model", lambda *_, **__: model)
-        made.append(LLM(seed=seed))
+        parts = Model(opened, tokenizer, generation_config or {}, eos_ids, CheckpointError("no tokenizer here"), prefix_cache)
+        monkeypatch.setattr(llm_module, "open_model", lambda *_, **__: parts)
+        made.append(LLM(model, seed=seed))
         return made[-1]
 
     yield make

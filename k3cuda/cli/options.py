@@ -4,7 +4,7 @@ import json
 import click
 
 from ..errors import UsageError
-from ..runtime.named_models import NAMED, WITHOUT_REASONING, listed
+from ..runtime.named_models import NAMED, WITHOUT_REASONING, default_effort, listed
 from .flag_kinds import SPECULATIVE, Command, NotNeeded, Option, Text, flag, flags  # noqa: F401 - commands take all from here
 from .model_argument import model, model_and_file  # noqa: F401 - as above
 from .pasted import OF_A_MODEL, flags_of
@@ -125,10 +125,10 @@ def server_engine(max_batch: int):
 
 
 def effort(reasoning_effort: str | None, no_think: bool, model: str) -> str:
-    """One effort from the flag, its alias and the default, which is none for models of WITHOUT_REASONING and max for others."""
+    """One effort from the flag, its alias and the model's default."""
     if no_think and reasoning_effort not in (None, "none"):
         raise UsageError(f"--no-think and --reasoning-effort {reasoning_effort} exclude each other", "give one of them")
-    return "none" if no_think else reasoning_effort or ("none" if model in WITHOUT_REASONING else "max")
+    return "none" if no_think else reasoning_effort or default_effort(model)
 
 
 def sampling_arguments(flags: dict) -> dict:

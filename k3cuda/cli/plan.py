@@ -6,6 +6,7 @@ from . import options
 from .model_argument import config_of
 from .output import Result
 
+TIMED_TP = 16     # ranks of the released model that fit a GPU each
 TIMED_ROWS = 8   # more rows are another kernel, whose exchanges the model of time does not know
 
 
@@ -13,7 +14,7 @@ TIMED_ROWS = 8   # more rows are another kernel, whose exchanges the model of ti
 @options.model(default="kimi-k3")
 @options.flags(
     options.flag("--tp", type=click.IntRange(min=1), metavar="N", aliases=options.TP_ALIASES,
-                 help="Ranks to cut the model over.  [default: 1; with --markdown the most; with --project 8 and 16]"),
+                 help="Ranks to cut the model over.  [default: 1; with --markdown the most; with --project 8 and 16; with --timeline 16]"),
     options.flag("--markdown", is_flag=True, help="The whole page, with bytes, buffers and weights."),
     options.flag("--project", is_flag=True, help="What a step should take on GB300: a projection, with each term and its source."),
     options.flag("--timeline", is_flag=True, help="The predicted course of a step of up to 8 rows in one launch."),
@@ -41,7 +42,7 @@ def plan(model, tp, markdown, project, timeline, rows, context, experts, svg, ou
         from ..runtime.atomic_file import atomic_file
         from .plan_timeline import report
 
-        text, picture = report(build_plan(cfg, tp or 1), rows, context, experts)
+        text, picture = report(build_plan(cfg, tp or TIMED_TP), rows, context, experts)
         result.write(text)
         if svg:
             with atomic_file(svg) as file:

@@ -34,6 +34,11 @@ NAMED = {DEMO: DEMO_DRAFTS, TINY_RANDOM: tuple(TINY_RANDOM_DRAFTS)}   # every mo
 WITHOUT_REASONING = tuple(NAMED)   # nobody taught them to close it
 
 
+def default_effort(model: str) -> str:
+    """How much a model thinks where nobody says: not at all, if it is one of WITHOUT_REASONING, else `max`."""
+    return "none" if model in WITHOUT_REASONING else "max"
+
+
 def listed(names) -> str:
     """Names as errors and --help have them: 'a', 'b' or 'c'."""
     *most, last = map(repr, names)

@@ -140,7 +140,7 @@ def _choose_backend(decode_backend, activation_dtype, job: Job | None) -> str:
     """One of DECODE_BACKENDS. `auto` is the reference, whatever GPU there is; machine.py says why it is no other one."""
     name = choice("decode_backend", decode_backend, (AUTO, *DECODE_BACKENDS))
     if name == AUTO:
-        for other, why in NOT_AUTO.items():
+        for other, why in NOT_AUTO.items() if probe_driver().gpus else ():   # elsewhere nothing else could run
             log.info("decode_backend %s is %s, not %s: %s", AUTO, REFERENCE, other, why)
         return REFERENCE
     if name in ON_GPU:

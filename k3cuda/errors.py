@@ -120,7 +120,7 @@ class ExchangeTimeout(RankDied):
     """A rank did not send its part of a collective in time."""
 
 
-def loses_model(error: Exception) -> bool:
+def loses_model(error: BaseException | None) -> bool:
     """Whether the model that it came from is lost with it: every later call would fail too, until another process loads it."""
     return isinstance(error, (DeviceError, RankDied, RanksDiffer)) and not isinstance(error, CompileError)
 

@@ -11,9 +11,10 @@ TOKENS_OF_ENTRY = 8   # expert_core.cuh
 COPY = 7680           # bytes of a bulk copy at most: the fastest measured (docs/megakernel-log.md)
 # What a wait inside a step may take, in nanoseconds; the kernel counts in units of 1,024 (launch_ring.cuh). The longest step measured takes 15 ms, and no wait waits for a
 # host: blocks of a launch begin together, ranks in launches of their own meet before it, with a limit of its own (`meet_ns`). So this is 30 steps, which leaves room
-# for other processes' turns on the GPU. From above: a lost value is to have its name within 2 s of the launch's beginning. What producers wait for may take twice as
-# long (`times` of Spin), and behind that the driver needs 0.9 s to tell the host of a trap (with 2 s here an H200's host knew after 2.9).
+# for other processes' turns on the GPU. From above: a lost value is to have its name within 2 s of the launch's beginning, also where a producer names it
+# (PRODUCER_LIMITS), and the driver needs 0.9 s to tell the host of a trap (with 2 s here an H200's host knew after 2.9).
 LIMIT_NS = 500_000_000
+PRODUCER_LIMITS = 2   # limits that producers wait for: who they wait for speaks first
 STAMPS = 7            # of a phase in a block: LaunchStamp
 COUNT_BYTES, FAILED_AT = 128 * 19, 8   # of LaunchCounts; where in it `failed` stands
 
@@ -34,7 +35,7 @@ def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY
     numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {program.page}, {shared}, {streaming}"
     hops = f"#define K3_LINK_KINDS {sum(1 << i for i in hop_kinds)}u\n#define K3_LINK_CYCLES {hop_cycles}\n" if hop_cycles and hop_kinds else ""
     kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
-    return (f'{hops}#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n'
+    return (f'{hops}#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n#define K3_PRODUCER_LIMITS {PRODUCER_LIMITS}\n'
             f'#define K3_RANKS {program.ranks}\n#define K3_RANKS_HERE {here}\n#define K3_SCOPE "{"sys" if program.ranks > here else "gpu"}"\n#include "launch_core.cuh"\n'
             f"typedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n"
             f'extern "C" __constant__ int {name}_launch[4] = {{kLaunchThreads, {name}_shape::kSmem, {name}_shape::kCluster, {name}_shape::kSlots}};\n')

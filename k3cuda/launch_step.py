@@ -153,6 +153,7 @@ def hop_kinds(plan: Plan, p: BlockProgram) -> tuple[int, ...]:
             if not (isinstance(made, Embed) or field.row > field.width or field.scattered):
                 continue   # every rank makes all of it
             brought = COLLECTIVE.get(name, name), isinstance(made, Embed), p.steps[source].layer
-            found |= {kind} - ({kind} if brought in read else set())
+            if brought not in read:
+                found.add(kind)
             read.add(brought)
     return tuple(sorted(found))

@@ -9,7 +9,7 @@ import numpy as np
 from launch_bench import SEED
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/gpu"))
-from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, left_out  # noqa: E402
+from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, left_out, product_behind  # noqa: E402
 from launch_standard_mla import IN_MEMORY, MlaLayer  # noqa: E402
 from mla_device import tensor_map  # noqa: E402
 
@@ -80,12 +80,12 @@ class Chain:
         clusters = check(driver().cuOccupancyMaxActiveClusters(launch.function, launch.config))
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
-    def launch(self, windows, record=None, stamps=None, limit_ns=ls.LIMIT_NS):
+    def launch(self, windows, record=None, stamps=None):
         """`windows`: bytes in flight, and of the first kind with weights if that has another."""
         names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
                  "record": record, "stamps": stamps}
         bench = self.bench
-        args = ls.arguments(self.program, **dict(zip(("window", "first_window"), windows)), limit_ns=limit_ns, trouble=bench.trouble.ctypes.data,
+        args = ls.arguments(self.program, **dict(zip(("window", "first_window"), windows)), trouble=bench.trouble.ctypes.data,
                             situ=bench.situ, routed_scale=bench.cfg.routed_scaling_factor, norm_eps=bench.cfg.rms_norm_eps, block_rows=bp.MAX_TOKENS,
                             **{n: a.data.ptr for n, a in names.items() if a is not None})
         return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=bench.timer.raw, cluster=self.cluster,
@@ -153,13 +153,12 @@ class Chain:
     def lose(self, windows):
         """A launch of which one block leaves out a unit: it must end, and say who waited for what. The context is lost."""
         p = self.program
-        phase = next(phase for phase, at in enumerate(p.places(1))
-                     if phase > len(p.kinds) and p.words[1, at] >> 16 and isinstance(p.kinds[p.weights[phase][0]], lk.Product))
+        phase = product_behind(p, len(p.kinds))
         self.words.set(left_out(p, 1, phase))
         reader = next(i for i, sources in enumerate(p.sources) if phase in sources)
         start = time.monotonic()
         try:
-            self.run(windows, limit_ns=500_000_000)
+            self.run(windows)
         except Exception as error:   # whatever the driver calls it
             # Who needs the lost result stands at its reader; who needs something of those, further on.
             return self.bench.trouble[0] and reader <= self.bench.trouble[3] < reader + len(p.kinds) and f"{type(error).__name__} after {time.monotonic() - start:.2f} s"

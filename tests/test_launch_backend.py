@@ -1,6 +1,8 @@
 """Which steps a backend runs in one launch, what it counts, and what it says of a launch that ended itself; without a GPU."""
 import ctypes
 import gc
+import json
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.emit import NO_PROBES, Probes  # noqa: E402
 from k3cuda.emit_sizes import ROW_BUCKETS  # noqa: E402
-from k3cuda.errors import CompileError, DeviceError, PlanError, StepTimeout  # noqa: E402
+from k3cuda.errors import CompileError, DeviceError, PlanError, StepTimeout, loses_model  # noqa: E402
 from k3cuda.packing import PACKED  # noqa: E402
 from k3cuda.plan import Taps, build_plan  # noqa: E402
 from k3cuda.runtime import cuda_driver, cuda_launch  # noqa: E402
@@ -32,7 +34,7 @@ from k3cuda.runtime.cuda_backend import CudaBackend  # noqa: E402
 from k3cuda.runtime.cuda_driver import Device  # noqa: E402
 from k3cuda.runtime.cuda_jit import KERNELS  # noqa: E402
 from k3cuda.runtime.launch_pointers import Places, Pointers  # noqa: E402
-from k3cuda.runtime.launch_program import BUCKETS, CLUSTER, KERNEL, LOOPBACK, NOT_THERE, TOO_MANY_ROWS, WAITS, launched, misfit, trouble_text  # noqa: E402
+from k3cuda.runtime.launch_program import BUCKETS, CLUSTER, KERNEL, LOOPBACK, MEET_S, NOT_THERE, RANK, ROOM, TOO_MANY_ROWS, WAITS, launched, misfit, trouble_text  # noqa: E402
 from k3cuda.runtime.loading import Loading  # noqa: E402
 from k3cuda.runtime.machine import LATENCY_SPECIALIZED, NCCL, PEER, STANDARD, VIRTUAL  # noqa: E402
 from k3cuda.runtime.made_config import made_config  # noqa: E402
@@ -245,7 +247,7 @@ def test_steps_are_counted_by_who_ran_them(make, monkeypatch):   # noqa: F811
 
 def test_a_launch_that_ended_itself_says_who_waited_for_what(monkeypatch, plan):
     """Whatever the driver calls it, in the first of its calls that fails."""
-    program = launched(plan, 8, 132, "fp8_e4m3")
+    program, limit = launched(plan, 8, 132, "fp8_e4m3"), f"{ls.LIMIT_NS / 1e9:g}"
     at = next(i for i, step in enumerate(program.steps) if step.name == "o_proj" and step.layer == 40)
     found = launches(monkeypatch, lambda self, bucket: SimpleNamespace(program=program, module=SimpleNamespace(close=lambda: None)))
     code = SimpleNamespace(name="CUDA_ERROR_LAUNCH_FAILED")
@@ -256,20 +258,28 @@ def test_a_launch_that_ended_itself_says_who_waited_for_what(monkeypatch, plan):
             cuda_driver.check((code,))
         assert found.failure() is None
         found._records.words[8][:5] = 3, 17, 4, at, 99
-        with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited 0.5 s for a vector in o_proj, layer 40 \(phase {at}, 99\); start the process again, .*; use decode_backend 'standard'"):
+        with pytest.raises(StepTimeout, match=rf"block 17, warp 4 waited {limit} s for a vector in o_proj, layer 40 \(phase {at}, 99\); start the process again, .*; use decode_backend 'standard'"):
             cuda_driver.check((code,))
         assert trouble_text(found._records.words[8], program) in str(found.failure())
         late = lambda wait, phase: trouble_text(np.array([WAITS.index(wait), 0, 0, phase, 3], np.uint32), program)
-        assert "waited 1 s for room in the ring in o_proj" in late("room in the ring", at)   # producers, because of others
-        assert "waited 600 s for rank 3 in embed" in late("another rank", 0) and "waited 0.5 s for rank 3 in lm_head" in late("another rank", program.phases - 1)
+        assert f"waited {ls.PRODUCER_LIMITS * ls.LIMIT_NS / 1e9:g} s for room in the ring in o_proj" in late(ROOM, at)   # because of others
+        assert f"waited {MEET_S:g} s for rank 3 in embed" in late(RANK, 0) and f"waited {limit} s for rank 3 in lm_head" in late(RANK, program.phases - 1)
         with pytest.raises(StepTimeout, match="o_proj, layer 40"), cuda_driver.explained():   # as in each call of a backend
             pytest.fail("a context that is gone is asked")
+        found._records.words[8][:5] = WAITS.index(RANK), 0, 0, 0, 3
+        assert re.search("for rank 3 .*; that rank's own output says why$", str(found.failure()))   # what else uses this GPU has no part in that
     finally:
         found.close()
     with pytest.raises(DeviceError, match="unspecified"):
         cuda_driver.check((code,))
-    with pytest.raises(CUDARuntimeError), cuda_driver.explained():
-        raise CUDARuntimeError(719)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(719, DeviceError), (2, CUDARuntimeError)], ids=["lost", "full"])
+def test_what_cupy_says_of_a_lost_gpu_is_an_error_of_the_device(status, kind):
+    """Nothing that explains it is known; a full GPU loses nothing."""
+    with pytest.raises(kind, match="cudaError") as failed, cuda_driver.explained():
+        raise CUDARuntimeError(status)
+    assert loses_model(failed.value) == (kind is DeviceError)
 
 
 def test_what_fails_because_a_launch_ended_itself_says_so(monkeypatch):
@@ -288,7 +298,7 @@ def test_behind_a_launch_that_ended_itself_every_call_says_so_and_none_asks_the_
     monkeypatch.setattr(cuda_driver, "explanations", [lambda: StepTimeout("block 17 waited", "start the process again")])
     monkeypatch.setattr(backend, "replay", lambda *_: pytest.fail("a launch"))
     monkeypatch.setattr(backend, "stream", SimpleNamespace(synchronize=lambda: pytest.fail("a wait")))
-    calls = {"open_slot": (0, []), "copy_slot": (0, 1, []), "step": (rows,), "logits": (), "copy_logits": (None,), "buffer": ("logits",), "sample": ([],), "commit": (np.ones(1, bool),),
+    calls = {"open_slot": (0, []), "copy_slot": (0, 1, []), "step": (rows,), "logits": (), "new_logits": (1,), "copy_logits": (None,), "buffer": ("logits",), "sample": ([],), "commit": (np.ones(1, bool),),
              "launch": (rows, []), "_unbind": ()}
     for name, arguments in calls.items():
         with pytest.raises(StepTimeout, match="block 17 waited; start the process again"):
@@ -298,12 +308,24 @@ def test_behind_a_launch_that_ended_itself_every_call_says_so_and_none_asks_the_
     CudaBackend.close(backend)
 
 
-def test_a_command_whose_context_is_gone_frees_nothing():
-    """Its output is whole, and what the interpreter would call at its end is not called."""
-    script = ("import atexit, sys; from k3cuda.errors import StepTimeout; from k3cuda.runtime import cuda_driver; from k3cuda.__main__ import main\n"
-              "cuda_driver.explanations.append(lambda: StepTimeout('block 17 waited')); atexit.register(print, 'freed'); sys.argv[1:] = ['--version']; main()")
-    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith("k3cuda ") and "freed" not in done.stdout, (done.stdout, done.stderr)
+@pytest.mark.parametrize(("main", "code"), [("from k3cuda.__main__ import main; sys.argv[1:] = ['--version']", 0), ("from k3cuda.runtime.rank_worker import main", 5),
+                                            ("from k3cuda.__main__ import main; sys.argv[1:] = ['generate', 'tiny-random', '--prompt', 'a']", 5)], ids=["command", "worker", "rank"])
+def test_a_process_whose_context_is_gone_frees_nothing(tmp_path, main, code):
+    """A command, also as a rank that a launcher started, and a rank that none did: its output is whole, and of what the interpreter would call at its end only the folder is
+    removed that CuPy had."""
+    script = ("import atexit, sys; from k3cuda.errors import StepTimeout; from k3cuda.runtime import cuda_driver, open_model\n"
+              "def ended(*_, **__): raise SystemExit(5)\n"
+              f"cuda_driver._give_cupy_a_folder(); open_model.open_model = ended; {main}\n"
+              "cuda_driver.explanations.append(lambda: StepTimeout('block 17 waited')); atexit.register(print, 'freed'); main()")
+    env = {n: v for n, v in ENVIRONMENT.items() if n != "CUPY_CACHE_DIR"} | {"HOME": os.devnull, "TMPDIR": str(tmp_path)}
+    work = {"parent": None, "rank": 1, "size": 2, "port": 1, "token": "", "arguments": {}, "log_level": 30}
+    process = subprocess.Popen([sys.executable, "-c", script], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdin.write(json.dumps(work) + "\n")
+    process.stdin.flush()   # and it stays open: a worker ends with it
+    assert process.wait(60) == code, process.stderr.read()
+    said = process.stdout.read()
+    assert said.startswith("k3cuda ") == ("--version" in main) and "freed" not in said and not list(tmp_path.iterdir())
+    process.communicate()
 
 
 @shim

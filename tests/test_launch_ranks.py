@@ -11,12 +11,11 @@ pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13]
 
 from host_step import Kernels, Memory  # noqa: E402
 from launch_shim import NOT_THERE  # noqa: E402
-from launch_standard import left_out  # noqa: E402
+from launch_standard import left_out, product_behind  # noqa: E402
 from step_launch import Step, StepLaunch  # noqa: E402
 from test_launch_step import CFG, check  # noqa: E402
 
 from k3cuda.errors import PlanError  # noqa: E402
-from k3cuda.launch_kinds import Product  # noqa: E402
 from k3cuda.launch_step import step_program  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
@@ -87,7 +86,7 @@ def lost_value(launch, memories, trouble, phase, limit_ns):
 def check_lost_value(launch, memories, whole_s):
     """Of one rank: the first wait that has taken its limit ends all ranks of the launch."""
     p, limit_s = launch.program, max(2.0, whole_s / 2)
-    phase = next(i for i, at in enumerate(p.places(1)) if i > 10 and p.words[1, at] >> 16 and isinstance(p.kinds[p.weights[i][0]], Product))
+    phase = product_behind(p, 10)
     for memory in memories:
         launch.places(memory)   # which makes weights: what is left of a fork's threads cannot
     trouble = multiprocessing.RawArray(ctypes.c_uint32, 8)

@@ -10,7 +10,7 @@ from shim import host
 
 from k3cuda import launch_source as ls
 from k3cuda.launch_kinds import VECTOR_BYTES
-from k3cuda.runtime.launch_program import MEET_S, RANK, WAITS
+from k3cuda.runtime.launch_program import RANK, WAITS
 
 shim = pytest.mark.skipif(host.COMPILER is None, reason="needs g++")
 RANKS, BLOCKS = 2, 3
@@ -18,6 +18,7 @@ RANKS, BLOCKS = 2, 3
 MEETINGS = """#define K3_RECEIVE_BATCH 1
 #define K3_POLL 0
 #define K3_PROBED 0
+#define K3_PRODUCER_LIMITS 1
 #define K3_RANKS 2
 #define K3_RANKS_HERE 1
 #define K3_SCOPE "sys"
@@ -72,15 +73,10 @@ def ended(library, **how) -> tuple[int, list[int]]:
 @shim
 def test_a_rank_that_its_host_keeps_is_waited_for_longer_than_anything_inside_a_step(library):
     """Its launch comes when that of the other has waited for longer than a wait inside a step may take."""
-    assert ended(library, limit_s=1.5, meet_s=60, late_s=3) == (0, [0] * 8) and MEET_S > 100 * ls.LIMIT_NS / 1e9
+    assert ended(library, limit_s=1.5, meet_s=60, late_s=3) == (0, [0] * 8)
 
 
 @shim
 def test_a_rank_that_never_comes_has_its_name(library):
     code, (what, _, _, *where) = ended(library, limit_s=60, meet_s=0.3, late_s=0, comes=[0])
     assert code == 86 and WAITS[what] == RANK and where[:2] == [0, 1]   # the shim's trap; before the first phase, for rank 1
-
-
-def test_a_lost_value_has_its_name_within_two_seconds():
-    """The longest wait is a producer's, of twice the limit; an H200's driver takes 0.9 s from a trap to its error."""
-    assert 2 * ls.LIMIT_NS / 1e9 + 0.9 < 2

@@ -155,7 +155,7 @@ def test_behind_a_step_that_lost_the_model_every_call_says_why(fake):
     def gone(*_):
         raise lost
 
-    for name in ("open_slot", "copy_slot", "step", "sample", "commit", "logits", "copy_logits", "buffer"):
+    for name in ("open_slot", "copy_slot", "step", "sample", "commit", "logits", "new_logits", "copy_logits", "buffer"):
         setattr(llm.backend, name, gone)
     for _ in range(2):
         assert [o.error for o in llm.generate(["a"] * 20, GREEDY)] == [lost] * 20

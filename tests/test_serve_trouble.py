@@ -3,10 +3,12 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -270,6 +272,46 @@ def test_an_engine_that_is_lost_is_told(serving, error):
     del running.server.on_tick
     until(lambda: not running._thread.is_alive())
     assert running.service.worker.lost is error or "SystemError: oh" in str(running.service.worker.lost)
+
+
+def test_an_engine_that_is_lost_where_a_client_leaves_keeps_its_error(serving):
+    """No event brings it: stopping a request copies a slot. Who runs beside it hears of it."""
+    running, error, answers = held(slow(serving())), StepTimeout("block 17 waited"), []
+
+    def gone(request_id):
+        raise error
+
+    running.engine.abort = gone
+    beside = threading.Thread(target=lambda: answers.append(running.post("/v1/completions", **ENDLESS)))
+    beside.start()
+    with raw(running, request("/v1/completions", json.dumps(ENDLESS).encode())):
+        until(lambda: running.engine.scheduler.free[0] == 2)
+    until(lambda: running.service.worker.lost)
+    beside.join(20)
+    assert running.service.worker.lost is error and (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "engine_lost")
+
+
+def test_the_first_trouble_of_a_lost_engine_counts(serving):
+    """What fails later in the same turn does not take its place."""
+    error, running = DeviceError("the GPU fell off"), held(serving())
+    told = iter((lambda event: None, lambda event: 1 / 0))
+    step = running.engine.step
+    running.engine.step = lambda: 2 * [replace(event, finish_reason="error", error=error) for event in step()]
+    running.service.metrics.event = lambda event: next(told)(event)
+    assert running.post("/v1/completions", prompt="a", max_tokens=2).status_code == 500
+    until(lambda: not running.service.worker._thread.is_alive())
+    assert running.service.worker.lost is error
+
+
+def test_a_signal_behind_a_lost_engine_cuts_nothing_off(serving):
+    """The server ends by itself then; it is the first signal, and the second one does not wait."""
+    running = held(serving(fail={1: DeviceError("the GPU fell off")}))
+    assert running.post("/v1/completions", prompt="a", max_tokens=2).status_code == 500
+    server = running.server
+    assert asyncio.run(type(server).on_tick(server, 1))
+    for forced in (False, True):
+        server.handle_exit(signal.SIGTERM, None)
+        assert server.force_exit == forced
 
 
 def test_a_job_that_arrives_beside_the_end_of_the_engine_is_refused(serving):

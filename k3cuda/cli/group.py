@@ -5,12 +5,13 @@ import os
 import signal
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import click
 
 from ..errors import K3Error, OutOfMemory, out_of_memory
+from ..runtime.process_end import leave
 from . import output
 
 log = logging.getLogger("k3cuda")
@@ -78,17 +79,6 @@ def _wants_json_log(args) -> bool:
     return asked.lower() == "json"
 
 
-def _leave(code: int) -> None:
-    """Ends the process. Where its work on the GPU is gone, at once: an interpreter's end frees what was there, and nobody knows what comes of that."""
-    driver = sys.modules.get("k3cuda.runtime.cuda_driver")   # else nothing was on a GPU
-    if driver is not None and driver.known_failure():
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
 class Group(click.Group):
     """A group whose commands return their exit code, or None for 0, and raise K3Error."""
 
@@ -110,7 +100,7 @@ class Group(click.Group):
         code = self._run(args, prog_name, extra)
         if standalone:
             disarm_signals()   # an interpreter that ends has nothing left to stop cleanly
-            _leave(code)
+            leave(code)
         return code
 
     def _run(self, args, prog_name: str, extra: dict) -> int:
@@ -124,6 +114,8 @@ class Group(click.Group):
             return stop_code(stop)
         except (output.ReaderGone, BrokenPipeError):
             return READER_GONE
+        except SystemExit as end:   # of another rank than 0: its job is over, and rank 0 has the words
+            return end.code
         except (K3Error, click.ClickException) as e:
             return self._failed(e, e.code if isinstance(e, K3Error) else e.exit_code)
         except MemoryError as e:

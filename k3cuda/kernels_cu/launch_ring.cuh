@@ -47,7 +47,11 @@ struct Watch {
   K3_DEVICE void fail() const {
     if (atomicCAS(failed, 0u, 1u) == 0u) {
       volatile u32* t = trouble;
-      t[1] = blockIdx.x, t[2] = late->warp, t[3] = late->phase, t[4] = late->detail, t[0] = late->what;
+      t[1] = blockIdx.x, t[2] = late->warp, t[3] = late->phase, t[4] = late->detail;
+#ifndef K3_HOST_SHIM
+      __threadfence_system();   // the host may look at any time, and takes t[0] for a whole record
+#endif
+      t[0] = late->what;
 #ifndef K3_HOST_SHIM
       __threadfence_system();
 #endif
@@ -74,7 +78,7 @@ K3_DEVICE u32 spin_clock() {
 // One wait: turn() after every look that found nothing.
 struct Spin {
   u32 start = 0, turns = 0;
-  // times: of the limit. Who waits because of others waits longer, so that these speak first.
+  // times: of the limit. Who waits because of others waits longer (K3_PRODUCER_LIMITS, which launch_source.py defines), so that these speak first.
   K3_DEVICE void turn(const Watch& w, u32 what, u32 phase, u32 detail, u32 times = 1) {
 #ifdef K3_HOST_SHIM
     shim_yield();
@@ -266,13 +270,13 @@ struct LaunchProducer {
   K3_DEVICE void await_landed(u32 n, int phase) const {
     if (int(n) < 0) return;
     const u32 slot = n % Ring::kSlots;
-    for (Spin spin; ring.issued[slot] == n + 1 && !barrier_try(ring.full + slot, n / Ring::kSlots & 1);) spin.turn(watch, kWaitRoom, phase, n, 2);
+    for (Spin spin; ring.issued[slot] == n + 1 && !barrier_try(ring.full + slot, n / Ring::kSlots & 1);) spin.turn(watch, kWaitRoom, phase, n, K3_PRODUCER_LIMITS);
   }
   // Until the copy before `n` in its slot has been there, and has been used up.
   K3_DEVICE void await_room(u32 n, int phase) const {
     if (n < Ring::kSlots) return;
     const u32 slot = n % Ring::kSlots;
-    for (Spin spin; ring.issued[slot] != n + 1 - Ring::kSlots || !barrier_try(ring.empty + slot, n / Ring::kSlots & 1 ^ 1);) spin.turn(watch, kWaitRoom, phase, n, 2);
+    for (Spin spin; ring.issued[slot] != n + 1 - Ring::kSlots || !barrier_try(ring.empty + slot, n / Ring::kSlots & 1 ^ 1);) spin.turn(watch, kWaitRoom, phase, n, K3_PRODUCER_LIMITS);
   }
 
   K3_DEVICE void copies(int phase) {

@@ -181,10 +181,9 @@ class CudaBackend(StepGraphs):
         """Replays a step or a whole launch in the way that is chosen for it, and counts it."""
         bucket, single = bucket_of(len(rows)), False
         if self.step_launches is not None:
-            reason = self.step_launches.declines(bucket)
-            single = reason is None
-            if reason:
+            if reason := self.step_launches.declines(bucket):
                 self.counts.reasons[reason] += 1
+            single = not reason
         self.replay(what, bucket, half, single)
         self.counts.steps[LATENCY_SPECIALIZED if single else STANDARD] += 1
 
@@ -198,6 +197,7 @@ class CudaBackend(StepGraphs):
             self.stream.synchronize()
         return out
 
+    @explained()
     def new_logits(self, rows: int) -> cupy.ndarray:
         return cupy.empty((rows, self.cfg.vocab_size), np.float32)
 

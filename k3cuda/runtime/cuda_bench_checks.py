@@ -5,9 +5,9 @@ import numpy as np
 from ..buffers import BUFFERS
 from ..buffers import BY_NAME as BUFFER
 from ..config import PAGE_SIZE
-from ..emit_sizes import DECODE_BUCKETS
 from ..dataflow import layer_kinds
 from ..emit import sums_ranks
+from ..emit_sizes import DECODE_BUCKETS
 from ..errors import BenchmarkError
 from ..stages import GATHER, SCATTER, STACK
 from .cuda_compare import Compare, launch_groups

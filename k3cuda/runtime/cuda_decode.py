@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from ..config import DECODE_ROWS, MAX_ROWS, K3Config, load_json
-from ..emit_sizes import DECODE_BUCKETS
 from ..draft_config import RELEASED_DRAFT
 from ..draft_plan import build_draft_plan
+from ..emit_sizes import DECODE_BUCKETS
 from ..errors import CheckpointError
 from .backend import DraftAsk, Judge, StepRows
 from .cuda_bench import StepBench

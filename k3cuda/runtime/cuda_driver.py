@@ -39,6 +39,9 @@ def driver():
     return cu
 
 
+_OUT_OF_MEMORY = 2   # the driver's number and the runtime's
+_folders: list[str] = []   # made for CuPy, see _give_cupy_a_folder
+
 # Each gives an error that says more of what failed on the GPU than the driver does, or None.
 explanations: list[Callable[[], K3Error | None]] = []
 
@@ -50,13 +53,18 @@ def known_failure() -> K3Error | None:
 
 @contextlib.contextmanager
 def explained():
-    """Around calls of the GPU: none where the context is known to be gone, and whatever fails for that raises what is known in the place of its own words."""
+    """Around calls of the GPU: none where the context is known to be gone, and whatever fails for that raises what is known in the place of its own words.
+
+    Of what fails else, CuPy's errors of the GPU are a DeviceError, as those of `check` are.
+    """
     if error := known_failure():
         raise error
     try:
         yield
     except Exception as failed:
         error = known_failure()
+        if error is None and type(failed).__module__.startswith("cupy_backends.cuda.api.") and failed.status != _OUT_OF_MEMORY:
+            error = DeviceError(str(failed), "start the process again; nvidia-smi says whether the GPU is still there")
         if error is None or isinstance(failed, type(error)):
             raise
         raise error from failed
@@ -142,8 +150,15 @@ def _give_cupy_a_folder() -> None:
         is_ours = False
     if not is_ours:
         folder = tempfile.mkdtemp(prefix="k3cuda-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _folders.append(folder)
         os.environ["CUPY_CACHE_DIR"] = folder
+
+
+@atexit.register
+def remove_folders() -> None:
+    """Removes what CuPy has for this process alone."""
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 def _bindings_line() -> int:

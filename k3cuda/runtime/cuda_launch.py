@@ -21,7 +21,8 @@ from .cuda_driver import Device, Launch, Module, check, driver, explanations
 from .cuda_memory import RankMemory
 from .cuda_launch_peers import LaunchPeers
 from .launch_pointers import Places, Pointers
-from .launch_program import BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, SCALE, TOO_MANY_ROWS, WINDOW, compiled_launch, delayed_hops, launched, misfit, trouble_text
+from .launch_program import (BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, RANK, SCALE, TOO_MANY_ROWS, WAITS, WINDOW, compiled_launch, delayed_hops, launched,
+                             misfit, trouble_text)
 from .loading import Loading
 
 log = logging.getLogger("k3cuda")
@@ -70,8 +71,9 @@ class _Records:
         """Who of a launch waited too long, if anybody did."""
         for bucket, program in self.programs.items():
             if (record := self.words[bucket])[0]:
+                way_out = "that rank's own output says why" if WAITS[record[0]] == RANK else "use decode_backend 'standard', or let nothing else use the GPU during a step"
                 return StepTimeout(f"a step in one launch ended itself: {trouble_text(record, program)}",
-                                   "start the process again, since all that it had on the GPU is lost; use decode_backend 'standard', or let nothing else use the GPU during a step")
+                                   f"start the process again, since all that it had on the GPU is lost; {way_out}")
         return None
 
 

@@ -8,7 +8,7 @@ from ..buffers import KV_BYTES
 from ..emit import NO_PROBES, Probes
 from ..errors import PlanError
 from ..launch_kinds import MAX_TOKENS
-from ..launch_source import COPY, LIMIT_NS, source
+from ..launch_source import COPY, LIMIT_NS, PRODUCER_LIMITS, source
 from ..launch_step import hop_kinds, step_program
 from ..phases import Grid
 from ..plan import Plan
@@ -83,5 +83,5 @@ def trouble_text(trouble: np.ndarray, program: BlockProgram) -> str:
     if wait == RANK:   # before the first phase or behind the last one
         wait, seconds = f"rank {detail}", seconds if phase else MEET_S
     elif wait == ROOM:
-        seconds *= 2   # `times` of the kernel's Spin
+        seconds *= PRODUCER_LIMITS
     return f"block {block}, warp {warp} waited {seconds:g} s for {wait} in {step.name}, layer {step.layer} (phase {phase}, {detail})"

@@ -26,10 +26,14 @@ def main() -> None:
     log.propagate = False
     from .launch import Launch
     from .open_model import open_model
+    from .process_end import leave
 
     rank, size = work["rank"], work["size"]
     place = Launch("k3cuda", rank, size, rank, size, "127.0.0.1", work["port"], work["token"])
-    open_model(place=place, **work["arguments"])
+    try:
+        open_model(place=place, **work["arguments"])
+    except SystemExit as end:   # as every rank but 0 ends
+        leave(end.code)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from ..runtime.prompt_arrays import as_ids, checked_ids
 from . import fields
 from .calls import Service
 from .http import answered, json_response, off_loop, read_body
-from .refusals import Refusal, bad
+from .refusals import bad
 
 _BOS = "[BOS]"
 
@@ -84,8 +84,8 @@ async def tokenizer_info(http: HttpRequest) -> Response:
 
 @answered
 async def health(http: HttpRequest) -> Response:
-    if (problem := _service(http).worker.trouble) is not None:
-        raise Refusal(503, f"the engine is lost: {problem}", code="engine_lost")
+    if (worker := _service(http).worker).trouble is not None:
+        raise worker.engine_lost()
     return json_response({"status": "ok"})
 
 

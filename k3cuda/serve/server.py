@@ -134,9 +134,8 @@ class Server(uvicorn.Server):
         await self._serve(sockets)   # uvicorn's, without its capture of signals inside the loop
 
     async def on_tick(self, counter: int) -> bool:
-        if self._service.worker.trouble is not None:
-            self.should_exit = True   # what runs has its error; whoever watches the process starts another one, and nobody else can help
-        return await super().on_tick(counter)
+        # Of a lost engine what runs has its error; whoever watches the process starts another one, and nobody else can help. `should_exit` is a signal's.
+        return await super().on_tick(counter) or self._service.worker.trouble is not None
 
     def handle_exit(self, sig, frame):
         if self.should_exit:

@@ -87,6 +87,10 @@ class Worker:
         """Why nothing can be generated; None while it can."""
         return str(self.lost) if self.lost else (None if self._thread.is_alive() else "its thread ended")
 
+    def engine_lost(self) -> Refusal:
+        """For who asks while there is `trouble`."""
+        return Refusal(503, f"the engine is lost: {self.trouble}", code="engine_lost")
+
     @property
     def capacity(self) -> int:
         """Jobs that can be in flight."""
@@ -97,7 +101,7 @@ class Worker:
         if self._stopping:
             raise Refusal(503, "the server is shutting down", code="shutting_down")
         if self.trouble is not None:
-            raise self._engine_lost()
+            raise self.engine_lost()
         if self.in_flight + len(jobs) > self.capacity:
             raise Refusal(429, f"{self.in_flight} requests run or wait, {len(jobs)} more are too many; come again later", code="queue_full",
                           headers={"Retry-After": "1"})
@@ -120,15 +124,12 @@ class Worker:
     def join(self, timeout: float) -> None:
         self._thread.join(timeout)
 
-    def _engine_lost(self) -> Refusal:
-        return Refusal(503, f"the engine is lost: {self.trouble}", code="engine_lost")
-
     def _refuse_late(self) -> None:
         """Those that arrived beside the thread's end."""
         while not self._inbox.empty():
             call, *jobs = self._inbox.get()
             if call == self._arrive:
-                jobs[0].refuse(self._engine_lost())
+                jobs[0].refuse(self.engine_lost())
                 self._over(jobs[0])
 
     def _over(self, job: Job) -> None:
@@ -150,11 +151,12 @@ class Worker:
             while not (self._stopping and self._inbox.empty() and not self._jobs and not self._waiting):
                 self._turn()
         except BaseException as e:
-            is_told = e is self.lost
-            self.lost = e if is_told else K3Error(f"the engine thread ended: {type(e).__name__}: {e}", "the log has the traceback; please report it")
-            log.error("the engine is lost: %s", self.lost, exc_info=not is_told)
+            self._lose(e)   # by a call that no job waits for too: the first trouble counts
+            is_told = self.lost is not None
+            self.lost = self.lost or K3Error(f"the engine thread ended: {type(e).__name__}: {e}", "the log has the traceback; please report it")
+            log.error("the engine is lost: %s", self.lost, exc_info=e is not self.lost)
             for job in [*self._jobs.values(), *self._waiting]:
-                self._tell(job.refuse, self._engine_lost() if is_told else K3Error("the engine is lost"))
+                self._tell(job.refuse, self.engine_lost() if is_told else K3Error("the engine is lost", "the server's log says why; it ends with this"))
                 self._tell(self._over, job)
             self._tell(self._refuse_late)
             self._deliver()
@@ -264,7 +266,7 @@ class Worker:
         self._lose(error)
         self._end(job, partial(job.refuse, error))
 
-    def _lose(self, error: Exception | None) -> None:
+    def _lose(self, error: BaseException | None) -> None:
         if loses_model(error):
             self.lost = self.lost or error
 

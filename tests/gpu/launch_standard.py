@@ -72,10 +72,14 @@ def left_out(program: BlockProgram, block: int, phase: int) -> np.ndarray:
     return words
 
 
+def product_behind(program: BlockProgram, behind: int) -> int:
+    """The first product behind phase `behind` that block 1 has part in."""
+    return next(i for i, at in enumerate(program.places(1)) if i > behind and program.words[1, at] >> 16 and isinstance(program.kinds[program.weights[i][0]], lk.Product))
+
+
 def without_a_product(program: BlockProgram, behind: int) -> BlockProgram:
-    """The program of which block 1 leaves out a unit of the first product that it has part in behind phase `behind`."""
-    phase = next(i for i, at in enumerate(program.places(1)) if i > behind and program.words[1, at] >> 16 and isinstance(program.kinds[program.weights[i][0]], lk.Product))
-    return replace(program, words=left_out(program, 1, phase))
+    """The program of which block 1 leaves out a unit of `product_behind`."""
+    return replace(program, words=left_out(program, 1, product_behind(program, behind)))
 
 
 def parts_sum(parts, count: int) -> np.ndarray:

@@ -8,13 +8,14 @@ import time
 from launch_standard import without_a_product
 from models import open_slot, step_rows
 
-from k3cuda.runtime import cuda_launch
+from k3cuda.runtime import cuda_launch, launch_program
 
 
 def lose(be, behind: int, limit_ns: int = cuda_launch.LIMIT_NS) -> None:
     """A step of one row by a backend that has made no launch yet, of `without_a_product`. Prints what it ends in, and ends the process."""
     whole = cuda_launch.launched
-    cuda_launch.launched, cuda_launch.LIMIT_NS = lambda *args: without_a_product(whole(*args), behind), limit_ns
+    cuda_launch.launched = lambda *args: without_a_product(whole(*args), behind)
+    cuda_launch.LIMIT_NS = launch_program.LIMIT_NS = limit_ns   # what launches are given, and what is said of them
     open_slot(be, 0)
     be.step_launches.declines(1)   # makes it
     record, start = be.step_launches._records.words[1], time.monotonic()

@@ -46,7 +46,7 @@ def fake(monkeypatch):
     """Makes LLMs on a scripted backend."""
     made = []
 
-    def make(script=None, *, tokenizer=TOKENIZER, generation_config=None, seed=None, eos_ids=(END,), prefix_cache=0, model="demo", **backend):
+    def make(script=None, *, tokenizer=TOKENIZER, generation_config=None, seed=None, eos_ids=(END,), prefix_cache=0, model="checkpoint", **backend):
         opened = Scripted(TOKENIZER.vocab_size, **backend)
         opened.script = None if script is None else TOKENIZER.encode(script, allow_special=True)
         parts = Model(opened, tokenizer, generation_config or {}, eos_ids, CheckpointError("no tokenizer here"), prefix_cache)

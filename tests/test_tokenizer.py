@@ -248,6 +248,8 @@ def test_line_ends_and_order_do_not_matter(tmp_path, text):
         ('{"added_tokens_decoder": {"326": {"content": ""}}}', ["'326'"]),
         ('{"added_tokens_decoder": {"x": {"content": "x"}}}', ["'x'"]),
         ('{"added_tokens_decoder": {"-1": {"content": "x"}}}', ["'-1'"]),
+        (json.dumps(config(["a\ud800", *MARKERS])), ["'326'", r"'a\ud800'", "Unicode"]),
+        (json.dumps(config([*MARKERS, "x" * 1001])), ["'330'", "1001 characters", "up to 1000"]),
         (json.dumps(config(MARKERS[:3])), ["<|end_of_msg|>"]),
         (json.dumps(config(["x", "x", *MARKERS])), ["326", "327", "'x'"]),
         (json.dumps(config([*MARKERS, "<|reserved_token_340|>"])), ["330", "340"]),

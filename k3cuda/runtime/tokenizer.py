@@ -17,6 +17,7 @@ from .downloads import no_text
 
 RANKS_FILE, CONFIG_FILE = "tiktoken.model", "tokenizer_config.json"
 NUM_SPECIAL = 256  # ids after the base vocabulary, named or reserved
+MAX_NAME_CHARS = 1000  # of a special token; real names have a few dozen
 OPEN, CLOSE, SEP, END_OF_MSG = MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 # A vocabulary of 326 tokens in the release's file layout, for made models.
@@ -230,6 +231,12 @@ def _read_special(path: Path) -> dict[str, int]:
         if not (isinstance(name, str) and name and key.isascii() and key.isdigit() and len(key) <= 9):
             raise CheckpointError(
                 f'{path}: added_tokens_decoder entry {key[:40]!r} names no token, wanted id: {{"content": name}}',
+                _AGAIN,
+            )
+        if len(name) > MAX_NAME_CHARS or _SURROGATE.search(name):  # tiktoken fails at such names, but only at the first text
+            raise CheckpointError(
+                f"{path}: added_tokens_decoder entry {key!r} has the name {name[:40]!r} of {len(name)} characters, "
+                f"wanted Unicode text of up to {MAX_NAME_CHARS}",
                 _AGAIN,
             )
         if name in special:

@@ -1,5 +1,6 @@
 """`k3cuda serve` in a process of its own: on tiny-random, until a signal comes."""
 import asyncio
+import os
 import re
 import resource
 import signal
@@ -107,6 +108,19 @@ def test_what_is_in_the_way_is_told_before_a_model_is_looked_for(tmp_path):
 @pytest.mark.parametrize("args, variables", [(("--api-key", ""), {}), ((), {"K3CUDA_API_KEY": ""}), (("--api-key", ""), {"K3CUDA_API_KEY": "secret"})])
 def test_an_empty_key_is_no_open_server(args, variables):
     assert b"found an empty key" in k3("serve", "/no/such", *args, code=2, env=variables).stderr
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "secret\r\n", "sec\nret", "sec\x7fret", os.fsdecode(b"secret\xff")], ids=ascii)
+def test_a_key_that_no_client_can_send_is_refused(key):
+    for args, variables in ((("--api-key", key), {}), ((), {"K3CUDA_API_KEY": key})):
+        said = k3("serve", "/no/such", *args, code=2, env=variables).stderr
+        assert said.startswith(b"Error: --api-key: found ") and b"\n  " in said and b"ret" not in said
+
+
+@pytest.mark.parametrize("args", [("/no/such", "--served-model-name", "k3", "--served-model-name", os.fsdecode(b"k\xff")), ("/no/such", "--served-model-name", "k\n3"),
+                                  (os.fsdecode(b"/no/such\xff"),)], ids=ascii)
+def test_a_name_that_no_answer_can_hold_is_refused(args):
+    assert b"--served-model-name: found " in k3("serve", *args, code=2).stderr
 
 
 @pytest.mark.parametrize("given, found", [

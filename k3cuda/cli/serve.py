@@ -47,6 +47,16 @@ def _as_sent(origin: str) -> str | None:
     return f"{parts.scheme}://" + (f"[{host}]" if ":" in host else host) + ("" if port in (None, usual) else f":{port}")
 
 
+def _check_key(key: str | None) -> None:
+    """UsageError for a key that opens the server, or that no client can send; it is a secret, so no message shows it."""
+    if key == "":   # a secret that was not filled in must not open the server
+        raise UsageError("--api-key: found an empty key", "give one, or neither the flag nor K3CUDA_API_KEY for a server without")
+    if key is not None and key != key.strip():   # headers lose them on their way
+        raise UsageError("--api-key: found blanks or a line's end around the key", "take them off: in a shell \"$(cat FILE)\" leaves out the end of a file's last line")
+    if key is not None and not key.isprintable():   # lone surrogates are what was no UTF-8
+        raise UsageError("--api-key: found bytes that are no UTF-8, or characters that no header can carry", "give a key of printable characters")
+
+
 @click.command(cls=options.Command)
 @options.model()
 @options.flags(
@@ -79,8 +89,11 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefi
         raise UsageError(f"serve needs the package {e.name}, which is not installed", "pip install 'k3cuda[serve]'") from e
     from ..serve.http import Limits
 
-    if (os.environ.get("K3CUDA_API_KEY") if api_key is None else api_key) == "":   # a secret that was not filled in must not open the server
-        raise UsageError("--api-key: found an empty key", "give one, or neither the flag nor K3CUDA_API_KEY for a server without")
+    _check_key(os.environ.get("K3CUDA_API_KEY") if api_key is None else api_key)
+    names = served_model_name or (model,)
+    for name in names:
+        if not name.isprintable():   # every list of models and every line of the metrics has it
+            raise UsageError(f"--served-model-name: found {name!r:.80}, wanted UTF-8 text on one line", "give another name")
     effort, engine = options.effort(reasoning_effort, False, model), options.engine_arguments(engine)
     if no_enable_prefix_caching:
         prefix_cache = 0
@@ -91,7 +104,7 @@ def serve(model, host, port, api_key, served_model_name, reasoning_effort, prefi
     engine |= {"load_progress": not no_progress and shows_progress()}
     with server.bind(host, port) as listener:
         with loading(model, not no_progress):
-            service = server.open_service(model, engine, names=served_model_name or (model,), effort=effort,
+            service = server.open_service(model, engine, names=names, effort=effort,
                                           max_queue=max_queue, limits=Limits(max_body=max_body), api_key=api_key, seed=seed,
                                           allowed_origins=allowed_origins)
         address, port = listener.getsockname()[:2]

@@ -209,3 +209,23 @@ def test_unexpected_errors_are_pointed_at_and_shown_with_v(tmp_path):
     assert quiet.stderr.decode().startswith("Error: internal error: ZeroDivisionError: oh\n  run again with -v")
     loud = k3("generate", "tiny-random", "-p", "x", "-v", code=1, env=path, may_trace=True)
     assert b"Traceback" in loud.stderr and b"in broken" in loud.stderr
+
+
+def commands(group=None, path=()):
+    for name, command in (group or main).commands.items():
+        yield [*path, name], command
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-nan", "1e999"])
+def test_a_range_has_only_numbers(value):
+    """nan is neither below nor above anything: a duration of it never ends."""
+    tried = set()
+    for path, command in commands():
+        for option in command.params:
+            if isinstance(option.type, click.FloatRange):
+                tried.add(option.opts[0])
+                with pytest.raises(click.BadParameter, match="wanted a finite number"):
+                    option.type_cast_value(click.Context(command), value)
+    assert {"--duration", "--idle-gap-cap", "--timeout", "--stall-timeout", "--burstiness", "--experts", "--shutdown-grace", "--rendezvous-timeout"} <= tried

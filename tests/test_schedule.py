@@ -128,3 +128,5 @@ def test_the_command_prints_and_draws_the_fastest(tmp_path):
     bars = ElementTree.parse(picture).getroot().findall("{http://www.w3.org/2000/svg}rect")
     assert len(bars) > Grid().sms                               # more than a phase of every block
     assert b"--timeline" in k3("plan", "tiny-random", "--svg", picture, code=2).stderr
+    assert b"--experts: found 1e+300, wanted up to 16," in k3("plan", "tiny-random", "--timeline", "--experts", "1e300", code=2).stderr
+    assert b"0<=x<=1048576" in k3("plan", "tiny-random", "--timeline", "--context", 1 << 21, code=2).stderr

@@ -22,8 +22,8 @@ _ASKING = tuple((names, attributes | {"help": f"{attributes['help']} With --base
 @options.flags(
     options.flag("--base-url", metavar="URL", help="Ask the server there instead of a model in this process; MODEL is then what it calls the model."),
     options.flag("--concurrency", type=click.IntRange(min=1), default=1, metavar="N", help="Sessions at a time.  [default: 1]"),
-    options.flag("--duration", type=click.FloatRange(0, min_open=True), metavar="SECONDS", help="Play the trace over and over for so long.  [default: once]"),
-    options.flag("--idle-gap-cap", type=click.FloatRange(0), metavar="SECONDS", help="No gap is longer than that.  [default: as in the trace]"),
+    options.flag("--duration", type=options.Number(0, min_open=True), metavar="SECONDS", help="Play the trace over and over for so long.  [default: once]"),
+    options.flag("--idle-gap-cap", type=options.Number(0), metavar="SECONDS", help="No gap is longer than that.  [default: as in the trace]"),
     options.flag("--prefix-cache", type=click.IntRange(min=0), default=PREFIX_CACHE, metavar="N", help=f"As for serve.  [default: {PREFIX_CACHE}]"),
     options.flag("--temperature", "-t", type=float, aliases=["--temp"], help="[default: the checkpoint's, else 1; a server's own]"),
     options.flag("--seed", "-s", type=click.IntRange(min=0), default=0, help="Of filler and answers.  [default: 0]"),

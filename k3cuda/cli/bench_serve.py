@@ -39,7 +39,7 @@ class Rate(click.ParamType):
     options.flag("--num-prompts", type=click.IntRange(min=1), default=1000, metavar="N", help="Requests of a run.  [default: 1000]"),
     options.flag("--num-warmups", type=click.IntRange(min=0), default=0, metavar="N", help="Requests before them that are not counted.  [default: 0]"),
     options.flag("--request-rate", type=Rate(), default="inf", metavar="R", help="Requests that arrive a second; inf: all at once.  [default: inf]"),
-    options.flag("--burstiness", type=click.FloatRange(0, min_open=True), default=1.0, metavar="B",
+    options.flag("--burstiness", type=options.Number(0, min_open=True), default=1.0, metavar="B",
                  help="Of arrivals at a rate: 1 is a Poisson process, less comes in bursts, more is more even.  [default: 1]"),
     options.flag("--max-concurrency", type=Counts(MOST_AT_A_TIME), metavar="LIST",
                  help="Requests at a time; with commas between several numbers a run for each.  [default: no limit]"),

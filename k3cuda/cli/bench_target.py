@@ -33,9 +33,9 @@ ASKING = (
     options.flag("--endpoint", metavar="PATH", help="The route that is asked."),
     options.flag("--api-key", metavar="KEY", envvar=["K3CUDA_API_KEY", "OPENAI_API_KEY"], help="Sent as Authorization: Bearer KEY.  [default: none]"),
     options.flag("--extra-body", callback=_fields, metavar="JSON", help="Fields to put into every request; null takes one of ours out."),
-    options.flag("--timeout", type=click.FloatRange(0, min_open=True), default=3600, metavar="SECONDS",
+    options.flag("--timeout", type=options.Number(0, min_open=True), default=3600, metavar="SECONDS",
                  help="A request that takes longer has failed.  [default: 3600]"),
-    options.flag("--stall-timeout", type=click.FloatRange(0, min_open=True), default=600, metavar="SECONDS",
+    options.flag("--stall-timeout", type=options.Number(0, min_open=True), default=600, metavar="SECONDS",
                  help="So has one of which nothing arrives for so long.  [default: 600]"))
 COUNTING = (
     options.flag("--metric-percentiles", default="50,90,99", metavar="LIST", help="Percentiles to print.  [default: 50,90,99]"),

@@ -1,4 +1,6 @@
 """What kinds of flags and commands there are: aliases, refusals, variables. The flags themselves are in options.py."""
+import math
+
 import click
 
 from . import output
@@ -33,6 +35,16 @@ class Text(click.types.StringParamType):
         if any("\udc80" <= c <= "\udcff" for c in value):   # bytes that the locale could not read: text is UTF-8
             value = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         return value
+
+
+class Number(click.FloatRange):
+    """A finite number of a range. click's own lets nan through, which no comparison keeps out, and inf, which no time or size here can be."""
+
+    def convert(self, value, param, ctx):
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"found {value!r:.60}, wanted a finite number", param, ctx)
+        return found
 
 
 class NotNeeded(Option):

@@ -5,7 +5,7 @@ import click
 
 from ..errors import UsageError
 from ..runtime.named_models import NAMED, WITHOUT_REASONING, default_effort, listed
-from .flag_kinds import SPECULATIVE, Command, NotNeeded, Option, Text, flag, flags  # noqa: F401 - commands take all from here
+from .flag_kinds import SPECULATIVE, Command, NotNeeded, Number, Option, Text, flag, flags  # noqa: F401 - commands take all from here
 from .model_argument import model, model_and_file  # noqa: F401 - as above
 from .pasted import OF_A_MODEL, flags_of
 
@@ -95,7 +95,7 @@ ENGINE = (
          help="Ranks that hold the MLA cache together, a divisor of --tp.  [default: 1, each holds all of it]"),
     flag("--ranks", default="auto", metavar="HOW", help="virtual, in one process, or processes.  [default: auto, processes where a launcher or the GPUs say so]"),
     flag("--collectives", default="nccl", metavar="HOW", help="Between ranks that have a GPU each: nccl, or peer, inside a kernel.  [default: nccl]"),
-    flag("--rendezvous-timeout", type=float, default=60, metavar="SECONDS", help="For ranks that are processes to find each other.  [default: 60]"),
+    flag("--rendezvous-timeout", type=Number(0, min_open=True), default=60, metavar="SECONDS", help="For ranks that are processes to find each other.  [default: 60]"),
     flag("--max-model-len", type=click.IntRange(min=1), metavar="N", aliases=["--context-length", "--ctx-size", "-c", "--max-seq-len"],
           help="Longest context, in tokens.  [default: what fits]"),
     flag("--max-batch", type=click.IntRange(min=1), default=1, metavar="N",

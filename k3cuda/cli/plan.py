@@ -3,6 +3,7 @@ import click
 
 from ..errors import UsageError
 from . import options
+from .bench import LONGEST_CONTEXT
 from .model_argument import config_of
 from .output import Result
 
@@ -19,8 +20,8 @@ TIMED_ROWS = 8   # more rows are another kernel, whose exchanges the model of ti
     options.flag("--project", is_flag=True, help="What a step should take on GB300: a projection, with each term and its source."),
     options.flag("--timeline", is_flag=True, help="The predicted course of a step of up to 8 rows in one launch."),
     options.flag("--rows", type=click.IntRange(1, TIMED_ROWS), default=1, show_default=True, metavar="N", help="Rows of the step, with --timeline."),
-    options.flag("--context", type=click.IntRange(min=0), default=8192, show_default=True, metavar="N", help="Cached tokens, with --timeline."),
-    options.flag("--experts", type=click.FloatRange(min=1), metavar="F", help="Distinct experts a layer, with --timeline.  [default: uniform routing]"),
+    options.flag("--context", type=click.IntRange(0, LONGEST_CONTEXT), default=8192, show_default=True, metavar="N", help="Cached tokens, with --timeline."),
+    options.flag("--experts", type=options.Number(min=1), metavar="F", help="Distinct experts a layer, with --timeline.  [default: uniform routing]"),
     options.flag("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Where --timeline draws it."), options.OUTPUT)
 def plan(model, tp, markdown, project, timeline, rows, context, experts, svg, output):
     """Print the operations of one decode step. Only the model's config.json is read; kimi-k3 is the released one."""
@@ -32,6 +33,8 @@ def plan(model, tp, markdown, project, timeline, rows, context, experts, svg, ou
     if svg and not timeline:
         raise UsageError("--svg is what --timeline draws", "add --timeline")
     result, cfg = Result(output), config_of(model)
+    if experts is not None and experts > cfg.num_experts:
+        raise UsageError(f"--experts: found {experts:g}, wanted up to {cfg.num_experts}, which this model has in a layer")
     if markdown:
         result.write(dataflow.markdown(cfg, tp))
     elif project:

@@ -76,7 +76,7 @@ def _check_key(key: str | None) -> None:
     options.flag("--max-body", type=click.IntRange(min=1), default=32 << 20, metavar="BYTES", help="Longest body.  [default: 33554432, 32 MiB]"),
     options.flag("--allowed-origins", type=Origins(), default=(), metavar="LIST",
                  help="Origins of web pages whose scripts may ask (CORS), with commas; * for all.  [default: none]"),
-    options.flag("--shutdown-grace", type=click.FloatRange(min=0), default=30, metavar="SECONDS",
+    options.flag("--shutdown-grace", type=options.Number(min=0), default=30, metavar="SECONDS",
                  help="For requests to end after SIGTERM or Ctrl-C.  [default: 30]"))
 @options.server_engine(MAX_BATCH)
 @options.flags(*flags_of(OF_A_SERVER))

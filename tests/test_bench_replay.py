@@ -137,6 +137,13 @@ def test_over_and_over():
     assert [p.times.sent for p in found] == [1, 3.5] and seconds == 6
 
 
+def test_the_end_cuts_a_gap_short():
+    found, skipped, seconds = played([Session("a", (Turn(5, 3), Turn(4, 2, 3600.0)))], duration=5.0)
+    assert ([p.turn for p in found], skipped, seconds) == ([1], 0, 5)
+    assert played([ONE_TURN], duration=1.25, fails=lambda tokens: True)[2] == 2.5   # a request that has begun ends; the pause behind it is cut
+    assert played([ONE_TURN], duration=3.0, fails=lambda tokens: True)[2] == 3
+
+
 def test_turns_are_told_apart():
     a, b = Times(10, 0.0, [(1.0, 1)], cached_tokens=4), Times(20, 0.0, [(3.0, 2)], cached_tokens=8)
     first, second = by_turn([Played("x", 1, a), Played("y", 1, b), Played("x", 2, Times(3, 0.0, error="no"))])

@@ -1,6 +1,7 @@
 """Plays a trace: each session a coroutine that waits, asks with all that was said, and adds what it was answered."""
 import asyncio
 import itertools
+import math
 import time
 from dataclasses import dataclass
 
@@ -36,20 +37,21 @@ async def play(sessions: list[Session], open_context, ask, *, users: int, durati
     waiting = ((play, number, session) for play in plays for number, session in enumerate(sessions))
     played, skipped, begin = [], 0, clock()
 
-    def is_over() -> bool:
-        return duration is not None and clock() - begin >= duration
+    def left() -> float:
+        return math.inf if duration is None else duration - (clock() - begin)
 
     async def one_session(play: int, number: int, session: Session) -> int:
         context = open_context(session, fillers(session, number, play, seed))
         for i, turn in enumerate(session.turns):
-            await asyncio.sleep(turn.gap_s if gap_cap is None else min(turn.gap_s, gap_cap))
-            if is_over():
+            gap, rest = turn.gap_s if gap_cap is None else min(turn.gap_s, gap_cap), left()
+            await asyncio.sleep(max(0.0, min(gap, rest)))
+            if gap >= rest:   # the turn would begin when all is over
                 return 0
             context.ask(turn)
             times, answer = await ask(context, turn.output_tokens)
             played.append(Played(session.name, i + 1, times))
             if times.error is not None:
-                await asyncio.sleep(PAUSE_S if duration is not None else 0)   # a server that refuses all is not asked as fast as it can refuse
+                await asyncio.sleep(max(0.0, min(PAUSE_S, left())) if duration is not None else 0)   # a server that refuses all is not asked as fast as it can refuse
                 return len(session.turns) - i - 1
             context.answered(answer, turn.output_tokens)
         return 0
@@ -57,7 +59,7 @@ async def play(sessions: list[Session], open_context, ask, *, users: int, durati
     async def user() -> None:
         nonlocal skipped
         for item in waiting:
-            if is_over():
+            if left() <= 0:
                 return
             skipped += await one_session(*item)
 

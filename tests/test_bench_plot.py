@@ -7,7 +7,7 @@ import pytest
 from command import ROOT, k3, k3_json
 from fake_server import OK, fake_server, text
 
-from k3cuda.bench.plots import acceptance, chart, latency, roofline
+from k3cuda.bench.plots import acceptance, latency, picture, roofline
 from k3cuda.bench.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Chart, Series
 from k3cuda.errors import UsageError
 
@@ -93,7 +93,33 @@ def test_the_roofline_is_of_what_was_measured():
                                                   ({"steps": [{"floor_bytes": 1, "ms": 1}]}, "roofline", "no result of a benchmark")])
 def test_what_is_refused(document, kind, said):
     with pytest.raises(UsageError, match=said):
-        chart([("x", document)], kind)
+        picture([("x", document)], kind)
+
+
+RATES = {"spec_decode_per_position_acceptance_rates": [0.8, 0.5], "spec_decode_acceptance_length": 2.3}
+
+
+@pytest.mark.parametrize("number", ["-1", "-0.5", "NaN", "-NaN", "Infinity", "1e400", "-1e400", "1e308", "1" + 400 * "0", '"7"', "[1]", '{"a": 1}', "1.5e"])
+def test_damaged_numbers_are_no_result(number, tmp_path, monkeypatch):
+    """In every place of every kind, through the command."""
+    from click.testing import CliRunner
+
+    from k3cuda.cli.bench_plot import plot
+    monkeypatch.chdir(tmp_path)
+    step = {"rows": 1, "context": 1024, "ceiling_tb_s": 4.0, "floor_bytes": 10, "ms": 2.0}
+    group = {"rows": 1, "context": 1024, "ceiling_tb_s": 4.0, "stages": [{"stage": "s", "mb": 2.0, "gb_s": 3.0}]}
+    whole = ({"runs": [serve_run(1, 1.0), serve_run(2, 1.0)]}, {"requests": RATES}, {"steps": [step, step], "stages": [group]})
+    places = (("runs", 0, "max_concurrency"), ("runs", 1, "requests", "p90_ttft_ms")), (("requests", "spec_decode_per_position_acceptance_rates", 0),
+             ("requests", "spec_decode_acceptance_length")), (("steps", 0, "floor_bytes"), ("steps", 0, "ms"), ("stages", 0, "stages", 0, "mb"), ("stages", 0, "stages", 0, "gb_s"))
+    for document, of_it in zip(whole, places):
+        for place in of_it:
+            damaged = part = json.loads(json.dumps(document))
+            for key in place[:-1]:
+                part = part[key]
+            part[place[-1]] = "HERE"
+            (tmp_path / "x.json").write_text(json.dumps(damaged).replace('"HERE"', number))
+            found = CliRunner().invoke(plot, ["x.json"])
+            assert isinstance(found.exception, UsageError) and re.search("no result of a benchmark|no JSON", str(found.exception)), (number, place, found.exception)
 
 
 def test_the_commands_of_the_page(tmp_path):

@@ -2,6 +2,7 @@
 from ..errors import UsageError
 from .svg import Axis, Chart, Series
 
+_LEAST, _MOST = 1e-30, 1e30   # of any number that is drawn: far outside what a benchmark writes, far inside what an axis can be made of
 _LATENCIES = (("tpot", "TPOT"), ("ttft", "TTFT"), ("e2el", "E2EL"))
 
 
@@ -28,6 +29,8 @@ def acceptance(documents: list[tuple[str, dict]]) -> Chart | None:
         return None
     series = tuple(Series(tuple((i + 1, rate) for i, rate in enumerate(r["spec_decode_per_position_acceptance_rates"])),
                           f"{name}: {r['spec_decode_acceptance_length']:.2f} a step", i, bar=(i, len(found))) for i, (name, r) in enumerate(found))
+    if not all(1 <= r["spec_decode_acceptance_length"] <= _MOST for _, r in found):
+        raise ValueError("spec_decode_acceptance_length: wanted numbers from 1")
     most = max(len(s.points) for s in series)
     return Chart("Acceptance by position", Axis("place of the draft", ticks=tuple(range(1, most + 1)), low=0.5, high=most + 0.5),
                  Axis("share of verify steps whose draft there stood", low=0.0, high=1.0), series)
@@ -58,18 +61,28 @@ def roofline(documents: list[tuple[str, dict]]) -> Chart | None:
 KINDS = {"latency": latency, "acceptance": acceptance, "roofline": roofline}
 
 
-def chart(documents: list[tuple[str, dict]], kind: str | None = None) -> Chart:
-    """The first kind that there are numbers for, or `kind`. `documents`: (name for the legend, what a benchmark wrote).
+def picture(documents: list[tuple[str, dict]], kind: str | None = None) -> str:
+    """SVG of the first kind that there are numbers for, or of `kind`. `documents`: (name for the legend, what a benchmark wrote).
 
-    Raises UsageError where there are no such numbers.
+    Raises UsageError where there are no such numbers, or where they are none that a benchmark writes.
     """
     try:
         found = next((c for name, make in KINDS.items() if kind in (None, name) and (c := make(documents)) is not None), None)
-    except (LookupError, TypeError, AttributeError, ValueError) as e:
-        raise UsageError(f"no result of a benchmark: {type(e).__name__}: {e}", "give what k3cuda bench wrote") from e
-    if found is None:
-        raise UsageError(f"found no numbers for {kind or 'any plot'}", "latency needs --max-concurrency of bench serve, acceptance a draft model, roofline bench step")
-    return found
+        if found is not None:
+            _check(found)
+            return found.svg()
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
+        raise UsageError(f"no result of a benchmark: {type(e).__name__}: {e!s:.120}", "give what k3cuda bench wrote") from e
+    raise UsageError(f"found no numbers for {kind or 'any plot'}", "latency needs --max-concurrency of bench serve, acceptance a draft model, roofline bench step")
+
+
+def _check(found: Chart) -> None:
+    """ValueError for a point that is on neither axis of the chart."""
+    for axis, values in ((found.x, [x for s in found.series for x, _ in s.points]), (found.y, [y for s in found.series for _, y in s.points])):
+        low, high = _LEAST if axis.log else axis.low or 0.0, _MOST if axis.high is None else axis.high
+        for v in values:
+            if isinstance(v, bool) or not low <= v <= high:   # nan is in no range; TypeError for what is no number
+                raise ValueError(f"{axis.label}: found {v!r:.40}, wanted {low:g} to {high:g}")
 
 
 def _listed(document: dict, name: str) -> list[dict]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from ..bench.plots import KINDS, chart
+from ..bench.plots import KINDS, picture
 from ..errors import UsageError
 from . import options
 from .bench import bench
@@ -23,12 +23,8 @@ def plot(results, kind, output):
     Prints SVG.
     """
     result = Result(output)
-    result.write(_svg([(Path(name).stem, _read(name)) for name in results], kind))
+    result.write(picture([(Path(name).stem, _read(name)) for name in results], kind))
     result.close()
-
-
-def _svg(documents, kind) -> str:
-    return chart(documents, kind).svg()
 
 
 def _read(name: str) -> dict:
@@ -50,5 +46,5 @@ class Plot:
     def write(self, name: str, document: dict) -> None:
         """UsageError where the document has no numbers for it."""
         if self._result is not None:
-            self._result.write(_svg([(name, document)], self._kind))
+            self._result.write(picture([(name, document)], self._kind))
             self._result.close()

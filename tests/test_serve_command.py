@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from command import ENVIRONMENT, hears_interrupts, k3, start
@@ -74,6 +76,31 @@ def test_flags_of_vllm_and_ctrl_c():
     assert (code, out) == (128 + signal.SIGINT, b"") and b"Traceback" not in said and b"secret" not in said
     lines = said.decode().splitlines()
     assert [line.partition(" is not needed: ")[0] for line in lines[:2]] == ["--trust-remote-code", "--reasoning-parser"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_second_signal_cuts_off_what_runs_without_a_traceback(stream):
+    running, ended = Process("--max-model-len", 4096, "--shutdown-grace", 60, "--log-level", "info"), []
+
+    def ask():
+        try:
+            ended.append(httpx.post(running.url + "/v1/completions", json={"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": stream}, timeout=60))
+        except httpx.TransportError as e:
+            ended.append(e)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while "num_requests_running{" not in (page := httpx.get(running.url + "/metrics").text) or re.search(r"num_requests_running\{[^}]*\} 0", page):
+        time.sleep(0.05)
+    running.process.send_signal(signal.SIGTERM)
+    while b"shutting down" not in running.said[-1]:
+        running.said.append(running.process.stderr.readline())
+        assert running.said[-1], running.said
+    code, out, said = running.end(signal.SIGTERM)
+    asking.join(30)
+    assert (code, out) == (128 + signal.SIGTERM, b"") and isinstance(ended[0], httpx.TransportError), (code, ended)
+    for bad in (b"Traceback", b"CancelledError", b"ASGI"):
+        assert bad not in said, said.decode()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)

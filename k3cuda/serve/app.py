@@ -1,4 +1,5 @@
 """The routes put together, the key, and a line in the log for each request."""
+import asyncio
 import hmac
 import logging
 import time
@@ -78,6 +79,8 @@ class Outside:
             app = self._app if self._may(scope) else error_response(Refusal(401, "no or a wrong API key; send Authorization: Bearer KEY",
                                                                           code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}))
             await app(scope, receive, seen)
+        except asyncio.CancelledError:   # only the end of the server cancels, and uvicorn would show its traceback
+            pass
         finally:
             level = logging.DEBUG if scope["path"] in _OPEN else logging.INFO
             log.log(level, "%s %s %d, %.0f ms", scope["method"], _shown_path(scope), 499 if scope.get("k3cuda_gone") else status,

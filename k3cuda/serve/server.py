@@ -151,6 +151,9 @@ class Server(uvicorn.Server):
         finally:
             late.cancel()
             self._service.worker.stop()
+            if self.force_exit:   # who still waits is cut off: to uvicorn, an answer that ends behind that is no mistake
+                for connection in list(self.server_state.connections):
+                    connection.transport.abort()
 
 
 def serve(service: Service, listener: socket.socket, grace_s: float) -> None:

@@ -334,7 +334,7 @@ def test_a_job_that_arrives_beside_the_end_of_the_engine_is_refused(serving):
 
 
 LOST = f"""
-import sys, time
+import os, sys, time
 sys.path[:0] = {sys.path!r}
 from scripted import END, TOKENIZER, Scripted
 from k3cuda.errors import StepTimeout
@@ -342,13 +342,18 @@ from k3cuda.runtime.open_model import Model
 from k3cuda.serve import server
 
 class Lost(Scripted):
+    def well(self):
+        if os.path.exists(os.environ["LOSE"]):
+            raise StepTimeout("block 17 waited", "start the process again")
+
     def step(self, rows):
         time.sleep(0.02)
-        if len(self.row_counts) > 40:
-            raise StepTimeout("block 17 waited", "start the process again")
+        self.well()
         super().step(rows)
 
-    open_slot = lambda self, *a: Scripted.open_slot(self, *a) if len(self.row_counts) <= 40 else self.step(None)
+    def open_slot(self, *a):
+        self.well()
+        super().open_slot(*a)
 
 server.open_model = lambda *_, **__: Model(Lost(TOKENIZER.vocab_size, num_slots=1), TOKENIZER, {{}}, (END,), None, 0)
 sys.argv[1:] = ["serve", "tiny-random", "--port", "0"]
@@ -357,9 +362,10 @@ main()
 """
 
 
-def test_a_server_that_lost_its_model_tells_those_who_asked_and_ends_with_the_code():
+def test_a_server_that_lost_its_model_tells_those_who_asked_and_ends_with_the_code(tmp_path):
     """What ran, what waited for a slot, and who looks whether it is well."""
-    process = subprocess.Popen([sys.executable, "-c", LOST], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lose = tmp_path / "lose"
+    process = subprocess.Popen([sys.executable, "-c", LOST], env=ENVIRONMENT | {"LOSE": str(lose)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         while "is served at" not in (line := process.stderr.readline()):
             assert line, process.wait()
@@ -369,9 +375,12 @@ def test_a_server_that_lost_its_model_tells_those_who_asked_and_ends_with_the_co
             found[name] = httpx.post(url + "/v1/completions", json=ENDLESS | more, timeout=60)
 
         asking = [threading.Thread(target=ask, args=(name,), kwargs=more) for name, more in (("stream", {"stream": True}), ("waits", {}))]
-        for thread in asking:
+        for thread, count in zip(asking, ("running", "waiting")):
             thread.start()
-            time.sleep(0.3)
+            while f"vllm:num_requests_{count}{{model_name=\"tiny-random\"}} 1" not in httpx.get(url + "/metrics", timeout=10).text:
+                time.sleep(0.02)
+        health.append(httpx.get(url + "/health", timeout=10).status_code)
+        lose.touch()
         with contextlib.suppress(httpx.TransportError):
             while True:
                 health.append(httpx.get(url + "/health", timeout=10).status_code)

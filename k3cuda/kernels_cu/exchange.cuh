@@ -96,3 +96,15 @@ K3_DEVICE void inbox_wait(u64* inbox, u32 parity) {
 // One thread, once a phase. Bytes may land before it: the phase ends only after both.
 K3_DEVICE void inbox_expect(u64* inbox, u32 bytes) { barrier_expect(inbox, bytes); }
 #endif
+
+// A block's `kCount` inboxes, and word to its cluster that they stand: `cluster_wait` comes before whatever is sent.
+template <int kCount>
+K3_DEVICE void inboxes_begin(u64* inboxes) {
+  if (threadIdx.x == 0) {
+    K3_UNROLL
+    for (int i = 0; i < kCount; ++i) barrier_init(inboxes + i, 1);
+    barrier_fence_init();
+  }
+  __syncthreads();
+  cluster_begin();
+}

@@ -15,15 +15,7 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
   const bool holder = threadIdx.x < S::kHolders;
   KdaState<S> state;
   if (holder) state.load(a.state + (size_t(slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice);
-  if constexpr (S::kSplit > 1) {
-    if (threadIdx.x == 0) {
-      barrier_init(m.inbox, 1);
-      barrier_init(m.inbox + 1, 1);
-      barrier_fence_init();
-    }
-    __syncthreads();
-    cluster_begin();
-  }
+  if constexpr (S::kSplit > 1) inboxes_begin<2>(m.inbox);
   kda_load_weights<S>(a, m, head, part);
   const int channels = a.heads * S::kDim;       // the window: nothing of this step writes it
   kda_load_window<S>(m, a.conv_state + size_t(slot) * 3 * S::kHistory * channels, channels * S::kHistory, channels, head, part);

@@ -94,14 +94,7 @@ K3_DEVICE void many_product(const uint4* w, const bf16* x, int stride, u8* smem,
   ManyRing<S> ring(w + size_t(first_leaf) * S::kSteps * kWarpSize, begin, end, wm, smem);
   u64* heard = (u64*)(smem + S::kHeardAt);
   ring.start();
-  if constexpr (S::kCS > 1) {
-    if (threadIdx.x == 0) {
-      barrier_init(heard, 1);
-      barrier_fence_init();
-    }
-    __syncthreads();
-    cluster_begin();
-  }
+  if constexpr (S::kCS > 1) inboxes_begin<1>(heard);
   grid_launch_next();
   grid_wait();
   wide_tokens<S, S::kOwn>(x + first_leaf / S::kOwn * S::kOwn * S::kSteps * 16, stride, (uint4*)smem);

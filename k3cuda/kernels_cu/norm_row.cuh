@@ -93,15 +93,7 @@ K3_DEVICE void norm_row(const NormRow& a, NormSmem<S>& m, int index, int rank, R
       for (int k = 0; k < S::kBlocks; ++k, closed += size_t(a.rows) * S::kN)
         if (k < a.num_blocks) v[k][j] = *(const Run*)closed;
     });
-  if constexpr (S::kCluster > 1) {
-    if (threadIdx.x == 0) {
-      barrier_init(m.inbox, 1);
-      barrier_init(m.inbox + 1, 1);
-      barrier_fence_init();
-    }
-    __syncthreads();
-    cluster_begin();
-  }
+  if constexpr (S::kCluster > 1) inboxes_begin<2>(m.inbox);
   if (slot < 0) {                                 // of all blocks of the cluster
     ready();
     return;

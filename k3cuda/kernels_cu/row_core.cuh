@@ -200,12 +200,7 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
   source.start();
   if constexpr (S::kCS > 1) {
     static_assert(kTileRows % S::kCS == 0, "blocks own equally many pairs");
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) barrier_init((u64*)(smem + S::kHeardAt) + i, 1);
-      barrier_fence_init();
-    }
-    __syncthreads();
-    cluster_begin();
+    inboxes_begin<2>((u64*)(smem + S::kHeardAt));
   }
   if constexpr (!S::kPaced) grid_launch_next();
   grid_wait();

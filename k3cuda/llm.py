@@ -217,7 +217,7 @@ class LLM:
         return [self.tokenizer.encode(p) if isinstance(p, str) else p for p in as_prompts(prompts)]
 
     def _rendered(self, messages, reasoning_effort: str | None, **options) -> list[int]:
-        return conversation_ids(self.tokenizer, messages, reasoning_effort=reasoning_effort or self._effort, **options)
+        return conversation_ids(self.tokenizer, messages, reasoning_effort=self._effort if reasoning_effort is None else reasoning_effort, **options)
 
     def _paired(self, prompts: list[list[int]], given) -> list[tuple[list[int], SamplingParams]]:
         params = list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
@@ -232,7 +232,7 @@ class LLM:
         return None if self._tokenizer is None and not params.stop else TextStream(self.tokenizer, params.stop)
 
     def _chat_text(self, params: SamplingParams, reasoning_effort: str | None):
-        return answer_reader(self.tokenizer, params, reasoning_effort or self._effort)
+        return answer_reader(self.tokenizer, params, self._effort if reasoning_effort is None else reasoning_effort)
 
     def _add(self, ids, params, text, *, is_chat=False, is_stream=False, keeps_end=False) -> str:
         request_id = f"request-{next(self._ids)}"

@@ -116,8 +116,9 @@ def test_a_list_of_conversations_gives_a_list(fake):
     assert isinstance(llm.chat([USER], GREEDY), list)
     with pytest.raises(RequestError):
         llm.chat([{"role": "nobody", "content": "x"}], GREEDY)
-    with pytest.raises(UsageError, match="reasoning_effort: found 'medium', wanted none, low, high, max"):
-        llm.chat(USER, GREEDY, reasoning_effort="medium")
+    for effort in ("medium", ""):
+        with pytest.raises(UsageError, match=f"reasoning_effort: found '{effort}', wanted none, low, high, max"):
+            llm.chat(USER, GREEDY, reasoning_effort=effort)
     default, without, most = (llm.chat(USER, GREEDY, reasoning_effort=e).prompt_token_ids for e in (None, "none", "max"))
     assert default == most != without
     assert fake("x", model="demo").chat(USER, GREEDY).prompt_token_ids == without   # nobody taught it to end a thought

@@ -10,10 +10,10 @@ from .text_stream import TokenStream
 EFFORTS = ("none", *THINKING_EFFORTS)
 
 
-def conversation_ids(tokenizer, messages, *, tools=None, reasoning_effort="max", tool_choice=None, response_format=None, most: int | None = None) -> list[int]:
+def conversation_ids(tokenizer, messages, *, reasoning_effort: str, tools=None, tool_choice=None, response_format=None, most: int | None = None) -> list[int]:
     """Token ids of a prompt that ends where the answer begins; arguments of `LLM.chat`. RequestError where it cannot be rendered, PromptTooLong
     where messages are far more than `most` tokens."""
-    effort = choice("reasoning_effort", "max" if reasoning_effort is None else reasoning_effort, EFFORTS)
+    effort = choice("reasoning_effort", reasoning_effort, EFFORTS)
     thinking = effort != "none"
     options = {"tools": tools, "thinking": thinking, "thinking_effort": effort if thinking else None, "tool_choice": tool_choice, "response_format": response_format}
     return messages.prompt_ids(**options) if isinstance(messages, Dialogue) else encode_chat(tokenizer, messages, most=most, **options)

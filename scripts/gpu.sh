@@ -11,7 +11,10 @@ shift
 k3cuda() { python3 -m k3cuda "$@"; }
 out=${OUT:-docs/benchmarks}
 case $name in
-  tests) exec python3 -m pytest -m gpu tests/gpu "$@" ;;
+  # All of them, or the files that are named.
+  tests)
+    case " $*" in *" tests/"*) ;; *) set -- tests/gpu "$@" ;; esac
+    exec python3 -m pytest -m gpu "$@" ;;
   # Kernels of drafts, of what they read of the target, and of acceptance.
   draft) exec python3 -m pytest -m gpu tests/gpu/test_draft.py "$@" ;;
   # Every kernel of a small step, the three tools side by side; their reports in $OUT. Attention's reports of racecheck: docs/kernels.md.

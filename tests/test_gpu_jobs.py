@@ -1,4 +1,4 @@
-"""scripts/gpu_jobs.py: what runs beside what, where it says it, and that nothing outlives it."""
+"""scripts/gpu_jobs.py: what runs beside what, where it says it, and that nothing outlives it. scripts/gpu.sh: which tests it runs."""
 import os
 import signal
 import subprocess
@@ -91,3 +91,13 @@ def test_it_keeps_to_the_gpus_that_it_was_given(monkeypatch):
 def test_refusals(arguments, tmp_path):
     code, lines, errors = jobs(tmp_path / "out", *arguments)
     assert code == 2 and "found" in errors and "wanted" in errors and not lines and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given, run", [([], ["tests/gpu"]), (["-k", "core"], ["tests/gpu", "-k", "core"]), (["-v", "tests/gpu/test_core.py"], ["-v", "tests/gpu/test_core.py"])], ids=str)
+def test_tests_that_are_named_are_run_alone(tmp_path, given, run):
+    """A GPU's minutes are few: the file that was meant, not all of them before it."""
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(["sh", ROOT / "scripts/gpu.sh", "tests", *given], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout.split() == ["-m", "pytest", "-m", "gpu", *run]

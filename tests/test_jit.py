@@ -173,3 +173,11 @@ def test_no_model_number_is_typed_in_a_kernel():
     found = [(p.name, int(n)) for p in cuda_jit.KERNELS.rglob("*.cuh") for line in p.read_text().splitlines()
              for n in re.findall(r"(?<![\w.])\d+(?![\w.])", line.split("//")[0]) if int(n) in numbers]
     assert not found
+
+
+def test_nothing_is_written_into_bytes_that_python_shares():
+    """An empty log has one byte, its end; Python has one object for b" ", and a process in which it had become b"\\0" found no token for a blank."""
+    nvrtc, _ = cuda_jit._nvrtc()
+    cubin, log, compiled = cuda_jit._run(nvrtc, SMALL.replace("kValue", "7"), ["--gpu-architecture=sm_90a"])
+    assert compiled and log == "" and cubin.startswith(b"\x7fELF")
+    assert [bytes([n])[0] for n in range(256)] == list(range(256))

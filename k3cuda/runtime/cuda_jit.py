@@ -245,14 +245,15 @@ def _run(nvrtc, source: str, options) -> tuple[bytes, str, bool]:
     program = ok(nvrtc.nvrtcCreateProgram(source.encode(), _SOURCE.encode(), 0, [], []))
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
-        text = b" " * ok(nvrtc.nvrtcGetProgramLogSize(program))
+        # NVRTC writes into these: never bytes, of which Python has one object for each single byte, whatever it is used for. A log can be one byte long.
+        text = bytearray(ok(nvrtc.nvrtcGetProgramLogSize(program)))
         ok(nvrtc.nvrtcGetProgramLog(program, text))
-        text = text.rstrip(b"\0 ").decode(errors="replace")
+        text = text.rstrip(b"\0").decode(errors="replace")
         if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             return b"", text or code.name, False
-        cubin = b" " * ok(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = bytearray(ok(nvrtc.nvrtcGetCUBINSize(program)))
         ok(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin, text, True
+        return bytes(cubin), text, True
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

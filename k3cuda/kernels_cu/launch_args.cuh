@@ -16,6 +16,10 @@ template <class P> constexpr LaunchGeometry geometry_of(int, long) { return {}; 
 template <class P> constexpr auto scale_bytes_of(int tokens, int) -> decltype(P::In::scale_bytes(tokens)) { return P::In::scale_bytes(tokens); }
 template <class P> constexpr int scale_bytes_of(int, long) { return 0; }
 
+// Slots of the ring that a kind needs at once.
+template <class P> constexpr auto held_slots_of(int) -> decltype(P::kHeldSlots) { return P::kHeldSlots; }
+template <class P> constexpr int held_slots_of(long) { return 0; }
+
 // Kinds of phases, by their place in the program's words. Those of one code have the number of the first of them.
 template <class... P>
 struct LaunchKinds {
@@ -28,6 +32,11 @@ struct LaunchKinds {
   static constexpr int scale_bytes(int tokens) {
     int most = 0;
     ((most = max_of(most, scale_bytes_of<P>(tokens, 0))), ...);
+    return most;
+  }
+  static constexpr int held_slots() {
+    int most = 4;
+    ((most = max_of(most, held_slots_of<P>(0))), ...);
     return most;
   }
   template <class Code>

@@ -17,7 +17,7 @@ struct LaunchKdaTiles {
   const Ring& ring;
   u32 first;
   typedef uint4 Tile[S::kSteps][kWarpSize];
-  static_assert(sizeof(Tile) <= Ring::kSlotBytes && S::kTiles < Ring::kSlots && S::kTiles <= kConsumers, "all tiles of a head are in the ring at once, a warp has one");
+  static_assert(sizeof(Tile) <= Ring::kSlotBytes && S::kTiles <= kConsumers, "a slot has room for a tile, a warp has one");
   template <class M> K3_DEVICE Tile& operator()(M&, int tile) const { return *(Tile*)(ring.slots + (first + tile) % Ring::kSlots * Ring::kSlotBytes); }
 };
 
@@ -164,6 +164,7 @@ struct LaunchKdaRows {
 template <int kDim, int kWidth, int kHeads>
 struct LaunchKda {
   template <int kTokens> using Rows = LaunchKdaRows<kDim, kWidth, kHeads, kTokens>;
+  static constexpr int kHeldSlots = Rows<1>::S::kTiles + 1;   // all tiles of a head are in the ring at once, and what is copied next
   static constexpr int x_vectors(int tokens, int) { return tokens == 1 ? Rows<1>::kVectors : tokens == 2 ? Rows<2>::kVectors : tokens == 4 ? Rows<4>::kVectors : Rows<8>::kVectors; }
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block& block, Producer& producer, const ProgramPhase& p, const u8* w, int phase) { Rows<Block::Shape::kTokens>::produce(block, producer, p, w, phase); }

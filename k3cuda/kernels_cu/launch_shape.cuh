@@ -35,5 +35,5 @@ struct LaunchShape {
   static constexpr int kGeometryAt = kCountsAt + kCountsBytes, kScaleAt = kGeometryAt + kGeometryBytes, kPeersAt = kScaleAt + kScaleBytes, kProgramAt = kPeersAt + kPeerBytes;
   typedef LaunchPages<kWords_, kProgramAt> Pages;
   static constexpr int kSmem = kProgramAt + Pages::kBytes;
-  static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= 4 && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
+  static_assert(kTokens <= min_of(kTokenTile, kMaxRows) && kSlots >= Kinds::held_slots() && kSmem <= kShared_ && kSlotBytes_ % 16 == 0, "one tile of tokens, and room for a ring");
 };

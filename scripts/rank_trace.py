@@ -6,6 +6,8 @@ import numpy as np
 from bench_collectives import Clock
 from rank_script import gathered
 
+from k3cuda.chrome_trace import bar
+
 EXCHANGES, PART = 2_000, 1024   # whose notes tell the clocks apart; bytes that a rank sends in one of them
 WARM = 3                        # steps before the one that is traced: the first captures
 LAYERS = 2, 3                   # of the release: KDA with experts, and the first of latent attention
@@ -48,8 +50,7 @@ def events(names: list[tuple[str, int | None]], spans: np.ndarray, layers=LAYERS
     """
     wanted = [i for i, (_, layer) in enumerate(names) if layer in layers]
     start = spans[:, wanted].min()
-    return [{"name": names[i][0], "ph": "X", "pid": rank, "tid": i % 2, "ts": round(float(own[i, 0] - start) / 1e3, 3), "dur": round(float(own[i, 1] - own[i, 0]) / 1e3, 3),
-             "args": {"layer": names[i][1]}} for rank, own in enumerate(spans) for i in wanted]
+    return [bar(names[i][0], rank, i % 2, float(own[i, 0] - start), float(own[i, 1] - start), layer=names[i][1]) for rank, own in enumerate(spans) for i in wanted]
 
 
 def trace(comm, device, stream, backend, bucket: int, path: Path) -> dict:

@@ -125,6 +125,7 @@ def test_no_value_looks_as_if_it_were_not_there(tmp_path):
     """F32 as stored, but for the one value whose bits say so: its neighbour. BF16 without -0."""
     library = host.build("""#define K3_POLL 0
 #define K3_PROBED 0
+#define K3_STAMPED 0
 #define K3_PRODUCER_LIMITS 1
 #define K3_RANKS 1
 #define K3_RANKS_HERE 1
@@ -310,6 +311,6 @@ def test_what_a_kernel_is_built_with_must_be_said(tmp_path):
     """No default stands in a header for what launch_source defines."""
     text = ls.constants(bp.chain(PRODUCTS, 1, 1, Grid(sms=BLOCKS)), ring=24 * 1024, copy=2048)
     assert host.build(text, [], tmp_path)
-    for name in ("K3_RECEIVE_BATCH", "K3_POLL", "K3_PROBED", "K3_PRODUCER_LIMITS"):
+    for name in ("K3_RECEIVE_BATCH", "K3_POLL", "K3_PROBED", "K3_STAMPED", "K3_PRODUCER_LIMITS"):
         with pytest.raises(AssertionError, match=name):
             host.build("".join(line for line in text.splitlines(True) if not line.startswith(f"#define {name}")), [], tmp_path)

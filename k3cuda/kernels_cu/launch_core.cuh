@@ -52,6 +52,9 @@ struct LaunchBlock : LaunchRanks<S> {
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
       state.received = state.cleaned = state.chosen = state.ended = state.late.what = 0;
+#if K3_STAMPED
+      state.stamps = a.stamps ? *a.stamps : LaunchStamps{};
+#endif
       for (int i = 0; i < kProducers; ++i) state.produced[i] = S::Pages::kFirst;
       ((LaunchArgs*)(smem + S::kArgsAt))->watch.late = &state.late;
     }
@@ -84,7 +87,11 @@ struct LaunchBlock : LaunchRanks<S> {
       else S::Kinds::visit(geometry(p).code, [&](auto kind) {
         if constexpr (has_weights<decltype(kind), LaunchBlock, decltype(producer)>(0)) decltype(kind)::produce(*this, producer, p, w, phase);
       });
-      if (producer.source.count) producer.copies(phase);
+      if (producer.source.count)
+        producer.copies(phase, [&](int i, u32 bytes) {
+          stamp(phase, kFirstCopy, i == 0);
+          copied(phase, bytes);
+        });
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
       next = state.produced[producer.number], next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
     }
@@ -112,7 +119,20 @@ struct LaunchBlock : LaunchRanks<S> {
 
   // The last time of those who are `mine`.
   K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
-    if (K3_PROBED && a.stamps && mine) atomicMax(a.stamps + (size_t(rank_block()) * a.phases + phase) * kStamps + which, device_ns());
+    if (K3_STAMPED && mine)
+      if (u64* to = stamped(phase)) atomicMax(to + which, clock_ns());
+  }
+  // By one thread: so many bytes more.
+  K3_DEVICE void copied(int phase, u32 bytes) const {
+    if (K3_STAMPED)
+      if (u64* to = stamped(phase)) atomicAdd(to + kCopied, u64(bytes));
+  }
+  K3_DEVICE u64* stamped(int phase) const {
+#if K3_STAMPED
+    const LaunchStamps& s = state.stamps;
+    if (u32(phase - s.first) < u32(s.phases)) return s.words + (size_t(rank_block()) * s.phases + (phase - s.first)) * kStamps;
+#endif
+    return nullptr;
   }
 
   // ---- what kinds of phases are made of ----

@@ -105,15 +105,16 @@ class LaunchTrace:
         bars = [Bar(p.block, p.input_here / 1e3, p.units_done / 1e3, self.name(p.phase)) for p in self.parts]
         took, copied = max(p.units_done for p in self.parts) / 1e3, sum(p.copied for p in self.parts)
         curve = Curve(f"bytes a second; dashed: the read ceiling, {ceiling / 1e12:.2f} TB/s", edges / 1e3, rate, ceiling)
-        return picture(bars, self.program.grid.sms, title, f"{took:.1f} microseconds, {copied / 1e6:.1f} MB copied, {copied / took / 1e6:.2f} TB/s; a line a block, blank is waiting", curve)
+        note = f"{took:.1f} microseconds, {copied / 1e6:.1f} MB copied, {copied / took / 1e6:.2f} TB/s; a line a block, blank is waiting"
+        return picture(bars, self.program.grid.sms, title, note, curve)
 
     def medians(self) -> dict[str, dict[str, float]]:
         """Microseconds of every kind of phase, the median of all of them.
 
-        `hand_over`: from the last end of what a phase reads to the last block's input. `works`: from there to the last end. Of single blocks: `block_waits`, from begin to
-        input, `unclean`, until its slot is clean, `block_works`, from input to end, `sums`, behind the last chain of products, `ahead`, from the last copy's issue to
-        the input, and `weights_late`, from the input to the last copy's issue where that is later. `clears`: from the last block's input to clean slots everywhere. `mb`: megabytes that all
-        blocks copy.
+        `hand_over`: from the last end of what a phase reads to the last block's input. `works`: from there to the last end. Of single blocks: `block_waits`, from
+        begin to input, `unclean`, until its slot is clean, `block_works`, from input to end, `sums`, behind the last chain of products, `ahead`, from the last copy's
+        issue to the input, and `weights_late`, from the input to the last copy's issue where that is later. `clears`: from the last block's input to clean slots
+        everywhere. `mb`: megabytes that all blocks copy.
         """
         by_phase, of_kind = defaultdict(list), defaultdict(lambda: defaultdict(list))
         for p in self.parts:

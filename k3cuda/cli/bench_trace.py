@@ -72,10 +72,11 @@ class StepTrace:
         bench.open(sequences, context, *self.probes)
         bench.place(sequences, rows_each, context)
         if self._specialized and not bench.single:
-            raise BenchmarkError(f"--trace: this step does not run in one launch: {bench.declined}", f"leave out --decode-backend for the kernels of its stages, as {CHROME}")
+            raise BenchmarkError(f"--trace: this step does not run in one launch: {bench.declined}",
+                                 f"leave out --decode-backend for the kernels of its stages, as {CHROME}")
         found = bench.traced()
-        title = (f"{bench.rows} rows at context {context}, rank {bench.rank} of {bench.tp}, {bench.kv_cache_dtype} cache, layers {self.layers[0]} to {self.layers[-1]} of "
-                 f"{bench.cfg.num_hidden_layers} in one launch on {bench.device.name}, with stamps")
+        title = (f"{bench.rows} rows at context {context}, rank {bench.rank} of {bench.tp}, {bench.kv_cache_dtype} cache, "
+                 f"layers {self.layers[0]} to {self.layers[-1]} of {bench.cfg.num_hidden_layers} in one launch on {bench.device.name}, with stamps")
         for path, file in self._files.items():
             file.write(json.dumps(self._chrome(found)) if path.endswith(CHROME) else found.picture(title, bench.ceiling))
             file.close()

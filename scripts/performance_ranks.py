@@ -45,12 +45,13 @@ def rank_steps(found: dict, table: Callable, source: Callable) -> str:
 
 
 def refused(found: dict) -> str:
-    """Why there is no time in one launch of some numbers of rows."""
+    """Of which numbers of rows there is no time in one launch, and why."""
     why = {}
     for d in found.get("declined", ()):
         if d["how"] == ONE_LOOPED_BACK:   # of which real ranks say the same
             why.setdefault(d["reason"], []).append(d["rows"])
-    return "".join(f" Not {', '.join(map(str, rows))} rows: {reason}." for reason, rows in why.items())
+    ranks = f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}"
+    return "".join(f"\nNot in one launch: {', '.join(map(str, rows))} rows over {ranks} ({reason})." for reason, rows in why.items())
 
 
 def scaling(files: list[dict], table: Callable, source: Callable) -> str:
@@ -65,6 +66,5 @@ def scaling(files: list[dict], table: Callable, source: Callable) -> str:
                 first, ms, floor = alone.get((s["rows"], how == names[ONE_LAUNCH])), s["ms"], s["floor_ms"]
                 rows.append([s["rows"], found["ranks"], how, f"{floor:.3f}", f"{ms:.3f}", f"{ms / floor:.2f}", f"{first / ms:.2f}" if first else ""])
     head = ["rows", "ranks", "collectives by", "floor, ms", "step, ms", "ratio", "times as fast as one rank"]
-    missing = "".join(f" {found['ranks']} rank{'s' * (found['ranks'] > 1)} in one launch:{why}" for found in files if (why := refused(found)))
     return (f"## The same layers on more GPUs\n\nThe first {files[0]['layers']} layers of the release, on one GPU and cut over several; made and timed as above."
-            f"{missing}\n\n{table(head, sorted(rows, key=lambda row: row[0]))}" + "".join(source(f"rank_steps-{found['ranks']}", found) for found in files))
+            f"{''.join(map(refused, files))}\n\n{table(head, sorted(rows, key=lambda row: row[0]))}" + "".join(source(f"rank_steps-{found['ranks']}", found) for found in files))

@@ -15,7 +15,7 @@ COPY = 7680           # bytes of a bulk copy at most: the fastest measured (docs
 # (PRODUCER_LIMITS), and the driver needs 0.9 s to tell the host of a trap (with 2 s here an H200's host knew after 2.9).
 LIMIT_NS = 500_000_000
 PRODUCER_LIMITS = 2   # limits that producers wait for: who they wait for speaks first
-# Of a phase in a block, in the order of LaunchStamp: nanoseconds but for the last, which is bytes.
+# Of a phase in a block, in the order of LaunchStamp: times but for the last, which is bytes.
 STAMPS = ("begins", "input_here", "units_done", "slot_clean", "cleared", "produces", "first_copy", "last_copy", "products_done", "copied")
 COUNT_BYTES, FAILED_AT = 128 * 19, 8   # of LaunchCounts; where in it `failed` stands
 
@@ -90,9 +90,10 @@ class LaunchPeer(ctypes.Structure):
 
 
 class LaunchStamps(ctypes.Structure):
-    """Phases whose times are kept, and where: words[blocks][phases][STAMPS], uint64 that begin as zeros."""
+    """Phases whose times are kept, and where, in uint64: words[blocks][phases][STAMPS], which begin as zeros, by each block's own clock;
+    clocks[blocks][2][2], begin and end of the launch in nanoseconds and by that clock."""
 
-    _fields_ = [("words", ctypes.c_void_p), *_fields(ctypes.c_int, "first phases")]
+    _fields_ = [*_fields(ctypes.c_void_p, "words clocks"), *_fields(ctypes.c_int, "first phases")]
 
 
 class LaunchArgs(ctypes.Structure):

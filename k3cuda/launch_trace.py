@@ -47,23 +47,28 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchTrace:
-    """`words` uint64 [blocks, phases, STAMPS]: of the phases of `program` from `first` on."""
+    """`words` uint64 [blocks, phases, STAMPS], `clocks` uint64 [blocks, 2, 2]: LaunchStamps of the phases of `program` from `first` on."""
 
     program: BlockProgram
     first: int
     words: np.ndarray
+    clocks: np.ndarray
 
     @cached_property
     def parts(self) -> list[Part]:
         """Of every block the phases in which it had something to do, in their order."""
         at = {name: i for i, name in enumerate(STAMPS)}
-        times = self.words.astype(np.int64)
-        begins = times[:, :, at["begins"]]
-        zero = begins[begins > 0].min()
+        happened, words = self.words > 0, self.words.astype(np.int64)
+        (ns, own), (end_ns, end) = self.clocks.astype(np.int64).transpose(1, 2, 0)
+        zero = ns.min()
+        column = lambda v: v[:, None, None]
+        times = np.rint(column(ns - zero) + (words - column(own)) * column((end_ns - ns) / np.maximum(end - own, 1))).astype(np.int64)
+        begun = happened[:, :, at["begins"]]
+        times -= times[:, :, at["begins"]][begun].min()
         out = []
-        for block, phase in np.argwhere(begins > 0):
-            t = dict(zip(STAMPS, (int(v) for v in times[block, phase])))
-            since = {name: v - zero if v else None for name, v in t.items()} | {"copied": t["copied"]}
+        for block, phase in np.argwhere(begun):
+            of = zip(STAMPS, happened[block, phase].tolist(), times[block, phase].tolist())
+            since = {name: v if did else None for name, did, v in of} | {"copied": int(words[block, phase, at["copied"]])}
             out.append(Part(int(block), self.first + int(phase), **{name: since[name] for name in Part._fields[2:]}))
         return out
 
@@ -119,7 +124,7 @@ class LaunchTrace:
         by_phase, of_kind = defaultdict(list), defaultdict(lambda: defaultdict(list))
         for p in self.parts:
             by_phase[p.phase].append(p)
-        for phase, parts in by_phase.items():
+        for phase, parts in sorted(by_phase.items()):
             found, last = of_kind[self.name(phase)], max(p.input_here for p in parts)
             if ends := [p.units_done for source in self.program.sources[phase] for p in by_phase.get(source, ())]:
                 found["hand_over"].append(last - max(ends))

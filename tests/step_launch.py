@@ -24,7 +24,7 @@ class StepLaunch:
 
     def run(self, *memories: Memory, launches: int = 1, limit_ns: int = 100_000_000_000, words=None, trouble=None, stamps=None) -> list[np.ndarray]:
         """The exchange of each rank behind the last of some launches. words: of a rank's program, where they are not the program's. trouble: one record for all.
-        stamps: the first phase whose times are kept, and the array for them."""
+        stamps: the first phase whose times are kept, and the arrays of LaunchStamps."""
         p, cfg = self.program, self.plan.cfg
         trouble = np.zeros(8, np.uint32) if trouble is None else trouble
         self.held, exchanges, peers, args = [trouble], [], (ls.LaunchPeer * p.ranks)(), (ls.LaunchArgs * len(memories))()
@@ -36,7 +36,7 @@ class StepLaunch:
                          result=memory.buffer("logits"), **{n: memory.buffer(n) for n in ("row_slot", "logit_rows")})
             addresses = {n: a.ctypes.data for n, a in names.items()}
             if stamps:
-                header = ls.LaunchStamps(stamps[1].ctypes.data, stamps[0], stamps[1].shape[1])
+                header = ls.LaunchStamps(*(a.ctypes.data for a in stamps[1:]), stamps[0], stamps[1].shape[1])
                 self.held.append(header)
                 addresses["stamps"] = ctypes.addressof(header)
             peers[rank] = ls.LaunchPeer(*(addresses[n] for n in ("exchange", "result", "counts")))

@@ -66,7 +66,8 @@ def made(layers) -> LaunchTrace:
         for phase, at in enumerate(program.places(block)):
             if phase in phases and int(own[at]) >> 16:
                 words[block, phase - phases.start] = 1_000 * phase + np.arange(len(ls.STAMPS))
-    return LaunchTrace(program, phases.start, words)
+    end = 1_000 * len(program.steps)
+    return LaunchTrace(program, phases.start, words, np.full((132, 2, 2), [[0, 0], [end // 2, end]], np.uint64))   # clocks of two a nanosecond
 
 
 def test_the_files_of_a_step_in_one_launch(tmp_path):
@@ -77,6 +78,7 @@ def test_the_files_of_a_step_in_one_launch(tmp_path):
     trace.write(bench, 1, 1, 8192)
     assert bench.asked == [(1, 8192, *trace.probes), (1, 1, 8192)]
     bars = [e for e in json.loads(files[0].read_text()) if e["ph"] == "X"]
+    assert max(e["dur"] for e in bars if e["tid"] < 2) == pytest.approx(1e-3, abs=1e-3)
     assert {e["args"]["layer"] for e in bars} >= {46, 47, 48, 49} and {e["pid"] for e in bars} == set(range(132))
     assert "rank 3 of 16" in files[1].read_text() and "layers 46 to 49 of 93 in one launch on a GPU" in files[1].read_text()
 

@@ -35,10 +35,11 @@ def traced(tmp_path_factory):
         memory.step.loopback = 1
         step.put(memory)
         words = np.zeros((BLOCKS, len(phases), len(ls.STAMPS)), np.uint64)
-        launch.run(memory, stamps=(phases.start, words))
+        clocks = np.zeros((BLOCKS, 2, 2), np.uint64)
+        launch.run(memory, stamps=(phases.start, words, clocks))
         memories.append(memory)
-        traces.append(LaunchTrace(program, phases.start, words))
-    assert not traces[2].words.any()   # of a build that notes nothing
+        traces.append(LaunchTrace(program, phases.start, words, clocks))
+    assert not traces[2].words.any() and not traces[2].clocks.any()   # of a build that notes nothing
     return traces[0], traces[1], memories
 
 

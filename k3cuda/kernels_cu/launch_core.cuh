@@ -54,6 +54,7 @@ struct LaunchBlock : LaunchRanks<S> {
       state.received = state.cleaned = state.chosen = state.ended = state.late.what = 0;
 #if K3_STAMPED
       state.stamps = a.stamps ? *a.stamps : LaunchStamps{};
+      compare_clocks(0);
 #endif
       for (int i = 0; i < kProducers; ++i) state.produced[i] = S::Pages::kFirst;
       ((LaunchArgs*)(smem + S::kArgsAt))->watch.late = &state.late;
@@ -87,11 +88,13 @@ struct LaunchBlock : LaunchRanks<S> {
       else S::Kinds::visit(geometry(p).code, [&](auto kind) {
         if constexpr (has_weights<decltype(kind), LaunchBlock, decltype(producer)>(0)) decltype(kind)::produce(*this, producer, p, w, phase);
       });
+      u32 brought = 0;   // by this lane
       if (producer.source.count)
         producer.copies(phase, [&](int i, u32 bytes) {
           stamp(phase, kFirstCopy, i == 0);
-          copied(phase, bytes);
+          brought += bytes;
         });
+      copied(phase, brought);
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
       next = state.produced[producer.number], next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
     }
@@ -120,11 +123,19 @@ struct LaunchBlock : LaunchRanks<S> {
   // The last time of those who are `mine`.
   K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
     if (K3_STAMPED && mine)
-      if (u64* to = stamped(phase)) atomicMax(to + which, clock_ns());
+      if (u64* to = stamped(phase)) atomicMax(to + which, own_clock());
   }
-  // By one thread: so many bytes more.
+  // By one thread, when the launch begins (0) and when it ends (1).
+  K3_DEVICE void compare_clocks(int when) const {
+#if K3_STAMPED
+    if (!state.stamps.phases) return;
+    u64* to = state.stamps.clocks + (rank_block() * 2 + when) * 2;
+    to[0] = clock_ns(), to[1] = own_clock();
+#endif
+  }
+  // By a thread that has brought so many bytes more.
   K3_DEVICE void copied(int phase, u32 bytes) const {
-    if (K3_STAMPED)
+    if (K3_STAMPED && bytes)
       if (u64* to = stamped(phase)) atomicAdd(to + kCopied, u64(bytes));
   }
   K3_DEVICE u64* stamped(int phase) const {
@@ -293,8 +304,12 @@ K3_DEVICE void launch_consume(u8* smem) {
 template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   LaunchBlock<S>(smem).begin(a);
-  if (Me().warp == kJanitor) tidy(LaunchBlock<S>(smem + unknown_zero()));   // found anew: not kept from the start
-  else {
+  if (Me().warp == kJanitor) {
+    tidy(LaunchBlock<S>(smem + unknown_zero()));   // found anew: not kept from the start
+#if K3_STAMPED
+    if (Me().lane == 0) LaunchBlock<S>(smem).compare_clocks(1);
+#endif
+  } else {
     if (Me().warp < kConsumers) launch_consume<S>(smem);
     else LaunchBlock<S>(smem + unknown_zero()).produce();
     __syncwarp();

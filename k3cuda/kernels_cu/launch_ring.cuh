@@ -188,11 +188,21 @@ constexpr int kMaxRows = 8;   // of a launch
 // came to it, issued its first copy and its last; its last product is done, before sums and stores; and the bytes that were copied, which are no time.
 // launch_source.py has these names.
 enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kFirstCopy, kLastCopy, kProductsDone, kCopied, kStamps };
-// Where they go: [block][phase from `first` on, `phases` of them][kStamps], nanoseconds but for the bytes; 0: it did not happen.
+// Where they go: [block][phase from `first` on, `phases` of them][kStamps], by the multiprocessor's own clock, which costs less to ask, but for the bytes; 0: it did
+// not happen. clocks: [block][begin, end of the launch][nanoseconds, that clock], from which the host has all of them in nanoseconds.
 struct LaunchStamps {
-  u64* words;
+  u64 *words, *clocks;
   int first, phases;
 };
+K3_DEVICE u64 own_clock() {
+#ifdef K3_HOST_SHIM
+  return shim_clock_ns();
+#else
+  u64 t;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(t) :: "memory");
+  return t;
+#endif
+}
 
 // What the warps of a block tell each other, and what they know of the step's rows.
 struct LaunchState {

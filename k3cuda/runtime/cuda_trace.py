@@ -79,7 +79,8 @@ class PhaseMemory:
     def __init__(self, program: BlockProgram, layers: range | None):
         self._program, self._phases = program, phases_of(program, layers)
         self._words = cupy.zeros((program.grid.sms, len(self._phases), len(STAMPS)), cupy.uint64)
-        self._header = cupy.asarray(np.frombuffer(LaunchStamps(self._words.data.ptr, self._phases.start, len(self._phases)), np.uint8))
+        self._clocks = cupy.zeros((program.grid.sms, 2, 2), cupy.uint64)
+        self._header = cupy.asarray(np.frombuffer(LaunchStamps(self._words.data.ptr, self._clocks.data.ptr, self._phases.start, len(self._phases)), np.uint8))
         self.address = self._header.data.ptr
 
     def clear(self) -> None:
@@ -89,4 +90,4 @@ class PhaseMemory:
 
     def read(self) -> LaunchTrace:
         """Of the last step, which must be complete."""
-        return LaunchTrace(self._program, self._phases.start, self._words.get())
+        return LaunchTrace(self._program, self._phases.start, self._words.get(), self._clocks.get())

@@ -17,6 +17,7 @@ LIMIT_NS = 500_000_000
 PRODUCER_LIMITS = 2   # limits that producers wait for: who they wait for speaks first
 # Of a phase in a block, in the order of LaunchStamp: times but for the last, which is bytes.
 STAMPS = ("begins", "input_here", "units_done", "slot_clean", "cleared", "produces", "first_copy", "last_copy", "products_done", "copied")
+ISSUE_BINS, ISSUE_CYCLES = 32768, 1024   # of LaunchStamps.issued
 COUNT_BYTES, FAILED_AT = 128 * 19, 8   # of LaunchCounts; where in it `failed` stands
 
 
@@ -91,9 +92,9 @@ class LaunchPeer(ctypes.Structure):
 
 class LaunchStamps(ctypes.Structure):
     """Phases whose times are kept, and where, in uint64: words[blocks][phases][STAMPS], which begin as zeros, by each block's own clock;
-    clocks[blocks][2][2], begin and end of the launch in nanoseconds and by that clock."""
+    clocks[blocks][2][2], begin and end of the launch in nanoseconds and by that clock. issued, uint32 [blocks][ISSUE_BINS], which begin as zeros: bytes over time."""
 
-    _fields_ = [*_fields(ctypes.c_void_p, "words clocks"), *_fields(ctypes.c_int, "first phases")]
+    _fields_ = [*_fields(ctypes.c_void_p, "words clocks issued"), *_fields(ctypes.c_int, "first phases")]
 
 
 class LaunchArgs(ctypes.Structure):

@@ -9,11 +9,13 @@ import numpy as np
 from .bench.bars import Bar, Curve, picture
 from .block_program import BlockProgram
 from .chrome_trace import bar, line_name, moment, process_name, value
-from .launch_source import STAMPS
+from .launch_mla import MlaAttend
+from .launch_source import ISSUE_CYCLES, STAMPS
 
 ROLES = ("consumers", "consumers, every other phase", "producers", "janitor")   # lines of a block: phases that are neighbours may overlap
 CONSUMERS, _, PRODUCERS, JANITOR = range(len(ROLES))
-BINS, LEAST_NS = 400, 250   # of the curve of bytes a second: how many at most, and how long at least
+BINS, LEAST_NS = 600, 1000   # of the curve of bytes a second: how many at most, and how long at least
+POINTS = 4                   # that the bytes of a bin of LaunchStamps.issued are spread over
 
 
 def phases_of(program: BlockProgram, layers: range | None) -> range:
@@ -47,28 +49,38 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchTrace:
-    """`words` uint64 [blocks, phases, STAMPS], `clocks` uint64 [blocks, 2, 2]: LaunchStamps of the phases of `program` from `first` on."""
+    """`words` uint64 [blocks, phases, STAMPS], `clocks` uint64 [blocks, 2, 2], `issued` uint32 [blocks, ISSUE_BINS]: LaunchStamps of the phases of `program` from
+    `first` on."""
 
     program: BlockProgram
     first: int
     words: np.ndarray
     clocks: np.ndarray
+    issued: np.ndarray
+
+    @cached_property
+    def _clock(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each block when it began, in nanoseconds since the first of them did, and nanoseconds of a cycle of its own clock."""
+        (ns, own), (end_ns, end) = self.clocks.astype(np.int64).transpose(1, 2, 0)
+        return ns - ns.min(), (end_ns - ns) / np.maximum(end - own, 1)
+
+    @cached_property
+    def _times(self) -> tuple[np.ndarray, int]:
+        """(int64 [blocks, phases, STAMPS], nanoseconds since the launch began; that of the first part)."""
+        (began, cycle), column = self._clock, lambda v: v[:, None, None]
+        own = self.words.astype(np.int64) - column(self.clocks[:, 0, 1].astype(np.int64))
+        times, begins = np.rint(column(began) + own * column(cycle)).astype(np.int64), STAMPS.index("begins")
+        return times, int(times[:, :, begins][self.words[:, :, begins] > 0].min())
 
     @cached_property
     def parts(self) -> list[Part]:
         """Of every block the phases in which it had something to do, in their order."""
-        at = {name: i for i, name in enumerate(STAMPS)}
-        happened, words = self.words > 0, self.words.astype(np.int64)
-        (ns, own), (end_ns, end) = self.clocks.astype(np.int64).transpose(1, 2, 0)
-        zero = ns.min()
-        column = lambda v: v[:, None, None]
-        times = np.rint(column(ns - zero) + (words - column(own)) * column((end_ns - ns) / np.maximum(end - own, 1))).astype(np.int64)
-        begun = happened[:, :, at["begins"]]
-        times -= times[:, :, at["begins"]][begun].min()
+        times, zero = self._times
+        happened, copied = self.words > 0, self.words[:, :, STAMPS.index("copied")]
         out = []
-        for block, phase in np.argwhere(begun):
+        for block, phase in np.argwhere(happened[:, :, STAMPS.index("begins")]):
             of = zip(STAMPS, happened[block, phase].tolist(), times[block, phase].tolist())
-            since = {name: v if did else None for name, did, v in of} | {"copied": int(words[block, phase, at["copied"]])}
+            since = {name: v - zero if did else None for name, did, v in of} | {"copied": int(copied[block, phase])}
             out.append(Part(int(block), self.first + int(phase), **{name: since[name] for name in Part._fields[2:]}))
         return out
 
@@ -76,14 +88,19 @@ class LaunchTrace:
         return self.program.steps[phase].name
 
     def rate(self) -> tuple[np.ndarray, np.ndarray]:
-        """(edges [n + 1], nanoseconds; bytes a second [n]): all blocks' copies, each phase's evenly from its first issue to its last in a block."""
-        end = max(p.units_done for p in self.parts)
+        """(edges [n + 1], nanoseconds since the first part; bytes a second [n]): when copies were issued, of all blocks. Pages of the cache, which come by a ring of their
+        own, are spread evenly over their phase."""
+        end, (began, cycle) = max(p.units_done for p in self.parts), self._clock
         edges = np.linspace(0, end, max(1, min(BINS, end // LEAST_NS)) + 1)
-        copies = np.array([(p.first_copy, max(p.last_copy, p.first_copy + 1), p.copied) for p in self.parts if p.copied] or [(0, 1, 0)], np.float64).T
-        total = np.zeros(len(edges))   # bytes before each edge
-        for first, last, copied in copies.T:
-            total += copied * np.clip((edges - first) / (last - first), 0, 1)
-        return edges, np.diff(total) / np.diff(edges) * 1e9
+        block, at = np.nonzero(self.issued)
+        total = np.zeros(len(edges) - 1)
+        for i in range(POINTS):
+            when = began[block] + (at + (i + 0.5) / POINTS) * ISSUE_CYCLES * cycle[block] - self._times[1]
+            total += np.histogram(np.clip(when, 0, end), edges, weights=self.issued[block, at] / POINTS)[0]
+        for p in self.parts:
+            if p.copied and isinstance(self.program.kinds[self.program.weights[p.phase][0]], MlaAttend):
+                total += np.diff(p.copied * np.clip((edges - p.first_copy) / max(p.last_copy - p.first_copy, 1), 0, 1))
+        return edges, total / np.diff(edges) * 1e9
 
     def chrome(self) -> list[dict]:
         """A process a block with a line a role, and all blocks' terabytes a second as a counter."""

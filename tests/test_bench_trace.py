@@ -67,7 +67,8 @@ def made(layers) -> LaunchTrace:
             if phase in phases and int(own[at]) >> 16:
                 words[block, phase - phases.start] = 1_000 * phase + np.arange(len(ls.STAMPS))
     end = 1_000 * len(program.steps)
-    return LaunchTrace(program, phases.start, words, np.full((132, 2, 2), [[0, 0], [end // 2, end]], np.uint64))   # clocks of two a nanosecond
+    clocks = np.full((132, 2, 2), [[0, 0], [end // 2, end]], np.uint64)   # two cycles a nanosecond
+    return LaunchTrace(program, phases.start, words, clocks, np.ones((132, ls.ISSUE_BINS), np.uint32))
 
 
 def test_the_files_of_a_step_in_one_launch(tmp_path):

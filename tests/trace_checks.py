@@ -42,4 +42,8 @@ def check_bytes(trace, cfg, cache_bytes: int) -> None:
         else:
             experts, rest = divmod(copied, kind.expert_leaves * repack.leaf_bytes(kind.groups))
             assert not rest and cfg.num_experts_per_token <= experts <= program.rows * cfg.num_experts_per_token
+    pages = sum(p.copied for p in trace.parts if trace.name(p.phase) == "mla_attend")
+    assert trace.issued.sum(dtype=int) == sum(p.copied for p in trace.parts) - pages   # over time as over phases
+    edges, rate = trace.rate()
+    assert abs((rate * (edges[1:] - edges[:-1]) / 1e9).sum() / sum(p.copied for p in trace.parts) - 1) < 1e-6 and rate.min() >= 0
     assert {program.steps[phase].name for phase in found} == {"expert_up", "moe_down", "mla_attend"}

@@ -93,6 +93,7 @@ struct LaunchBlock : LaunchRanks<S> {
         producer.copies(phase, [&](int i, u32 bytes) {
           stamp(phase, kFirstCopy, i == 0);
           brought += bytes;
+          issued(phase, bytes);
         });
       copied(phase, brought);
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
@@ -131,6 +132,13 @@ struct LaunchBlock : LaunchRanks<S> {
     if (!state.stamps.phases) return;
     u64* to = state.stamps.clocks + (rank_block() * 2 + when) * 2;
     to[0] = clock_ns(), to[1] = own_clock();
+    if (when == 0) state.began = to[1];
+#endif
+  }
+  K3_DEVICE void issued(int phase, u32 bytes) const {
+#if K3_STAMPED
+    if (const u64 bin = (own_clock() - state.began) / kIssueCycles; stamped(phase))
+      atomicAdd(state.stamps.issued + size_t(rank_block()) * kIssueBins + (bin < kIssueBins ? int(bin) : kIssueBins - 1), bytes);
 #endif
   }
   // By a thread that has brought so many bytes more.

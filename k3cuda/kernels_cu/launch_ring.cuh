@@ -189,9 +189,12 @@ constexpr int kMaxRows = 8;   // of a launch
 // launch_source.py has these names.
 enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kFirstCopy, kLastCopy, kProductsDone, kCopied, kStamps };
 // Where they go: [block][phase from `first` on, `phases` of them][kStamps], by the multiprocessor's own clock, which costs less to ask, but for the bytes; 0: it did
-// not happen. clocks: [block][begin, end of the launch][nanoseconds, that clock], from which the host has all of them in nanoseconds.
+// not happen. clocks: [block][begin, end of the launch][nanoseconds, that clock], from which the host has all of them in nanoseconds. issued: [block][kIssueBins] bytes of these
+// phases whose copies into the ring were issued in each kIssueCycles of that clock since the launch began; the last has all that came later.
+constexpr int kIssueBins = 32768, kIssueCycles = 1024;   // 17 ms of an H200; launch_source.py has them too
 struct LaunchStamps {
   u64 *words, *clocks;
+  u32* issued;
   int first, phases;
 };
 K3_DEVICE u64 own_clock() {
@@ -214,6 +217,7 @@ struct LaunchState {
   LateWait late;
 #if K3_STAMPED
   LaunchStamps stamps;
+  u64 began;               // by own_clock
 #endif
   int live;                // rows that choose experts: those behind them are padding
   int place[kMaxRows];     // of a row's among those whose logits are wanted; -1: they are not

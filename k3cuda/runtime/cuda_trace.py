@@ -9,7 +9,7 @@ from ..block_program import BlockProgram
 from ..chrome_trace import bar
 from ..config import DECODE_ROWS, MAX_ROWS
 from ..emit import launches_of
-from ..launch_source import STAMPS, LaunchStamps
+from ..launch_source import ISSUE_BINS, STAMPS, LaunchStamps
 from ..launch_trace import LaunchTrace, phases_of
 from ..plan import Plan
 
@@ -80,14 +80,16 @@ class PhaseMemory:
         self._program, self._phases = program, phases_of(program, layers)
         self._words = cupy.zeros((program.grid.sms, len(self._phases), len(STAMPS)), cupy.uint64)
         self._clocks = cupy.zeros((program.grid.sms, 2, 2), cupy.uint64)
-        self._header = cupy.asarray(np.frombuffer(LaunchStamps(self._words.data.ptr, self._clocks.data.ptr, self._phases.start, len(self._phases)), np.uint8))
+        self._issued = cupy.zeros((program.grid.sms, ISSUE_BINS), cupy.uint32)
+        arrays = (a.data.ptr for a in (self._words, self._clocks, self._issued))
+        self._header = cupy.asarray(np.frombuffer(LaunchStamps(*arrays, self._phases.start, len(self._phases)), np.uint8))
         self.address = self._header.data.ptr
 
     def clear(self) -> None:
         """Before a step whose times are wanted."""
-        self._words[:] = 0
+        self._words[:] = self._issued[:] = 0
         cupy.cuda.get_current_stream().synchronize()
 
     def read(self) -> LaunchTrace:
         """Of the last step, which must be complete."""
-        return LaunchTrace(self._program, self._phases.start, self._words.get(), self._clocks.get())
+        return LaunchTrace(self._program, self._phases.start, self._words.get(), self._clocks.get(), self._issued.get())

@@ -237,7 +237,10 @@ def test_the_program_of_a_released_layer(rows, merged):
             has.setdefault((k.name, phase), {})[block] = len(units)
         assert all(left is None for left in owner.values())                # everything is cleared in the end
     of = lambda name: next(units for (kind, _), units in has.items() if kind == name)
-    assert all(not (of("moe_down")[block] and of("shared_down")[block]) for block in range(132)) and max(of("shared_down").values()) == 23
+    if merged:   # before the experts, in all blocks
+        assert set(of("shared_down").values()) == {3, 4} and [s.name for s in steps].index("shared_down") == [s.name for s in steps].index("route") + 1
+    else:
+        assert all(not (of("moe_down")[block] and of("shared_down")[block]) for block in range(132)) and max(of("shared_down").values()) == 23
     for product, reader in (("kda_in", "kda_mix"), ("o_proj", "ffn_mix_sums"), ("latent_up", "attn_mix_sums")):   # the fewest where its reader is at home
         busy = [of(product)[block] for block in range(132) if of(reader)[block]]
         assert max(busy) == min(of(product).values()) or (product, rows) == ("kda_in", 8)   # more blocks than have fewer tiles

@@ -22,7 +22,7 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
         rank_parts: ranks whose parts a sum over ranks has; looped back they are all this rank's.
         forced: the choice of experts lies in memory.
         merged: products norm for themselves what they read, instead of a round that does: a hand-over less, but all blocks read F32 values (MERGED_ROWS).
-            So few rows have blocks enough for slices of one chunk.
+            So few rows have blocks enough for slices of one chunk, and their experts are so few that all blocks have time for shared_down before them.
     """
     dims = padded_dims(cfg.dims(), tp)
     hidden, latent, blocks = dims["hidden_size"], dims["routed_expert_hidden_size"], dims["num_res_blocks"]
@@ -42,6 +42,8 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
     up, down = experts(cfg, tp, cluster)
     at = lambda k, reads, *fields, **more: replace(k, reads=tuple(reads.split()), fields=fields, **more)
     up = at(up, "moe_latent", own("expert_act", "bf16", up.outputs))
+    shared_down = product(cfg, tp, 1, "shared_down", reads=("shared_gate_up",), situ=True, beside=not merged,
+                          fields=(Field("shared_partial", "f32", hidden, hidden, scattered=True),))
     choice = ForcedChoice("route", dims["num_experts"]) if forced else Route("route", dims["num_experts"], cfg.num_experts_per_token)
     return (
         *attn_mix,
@@ -56,9 +58,10 @@ def layer_kinds(cfg: K3Config, tp: int, cluster: int, *, rank_parts: int, forced
                 fields=(own("shared_gate_up", "f32", shared_tiles * TILE_ROWS), gathered("router_logits", "f32", dims["num_experts"]),
                         gathered("moe_latent", "bf16", latent))),
         replace(choice, reads=("router_logits",)),
+        *[shared_down] * merged,   # while experts, which are few, are on their way; else in the blocks that moe_down leaves idle
         up,
         at(down, "expert_act", stacked("routed_parts", latent)),
-        product(cfg, tp, 1, "shared_down", reads=("shared_gate_up",), situ=True, beside=True, fields=(Field("shared_partial", "f32", hidden, hidden, scattered=True),)),
+        *[shared_down] * (not merged),
         *routed_norm,
         product(cfg, tp, cluster, "latent_up", **of(routed_norm, "shared_partial"), adds=tp, fields=(gathered(INPUT, "f32", hidden),)),
     )

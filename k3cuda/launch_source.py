@@ -15,18 +15,21 @@ COPY = 7680           # bytes of a bulk copy at most: the fastest measured (docs
 # (PRODUCER_LIMITS), and the driver needs 0.9 s to tell the host of a trap (with 2 s here an H200's host knew after 2.9).
 LIMIT_NS = 500_000_000
 PRODUCER_LIMITS = 2   # limits that producers wait for: who they wait for speaks first
-STAMPS = 7            # of a phase in a block: LaunchStamp
+# Of a phase in a block, in the order of LaunchStamp: times but for the last, which is bytes.
+STAMPS = ("begins", "input_here", "units_done", "slot_clean", "cleared", "produces", "first_copy", "last_copy", "products_done", "copied")
+ISSUE_BINS, ISSUE_CYCLES = 32768, 1024   # of LaunchStamps.issued
 COUNT_BYTES, FAILED_AT = 128 * 19, 8   # of LaunchCounts; where in it `failed` stands
 
 
 def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY, shared: int = MAX_SHARED, name: str = "product_chain",
-              receive_batch: int = 4, poll: bool = False, probed: bool = False, ranks_here: bool = False, hop_kinds: tuple[int, ...] = (), hop_cycles: int = 0) -> str:
+              receive_batch: int = 4, poll: bool = False, probed: bool = False, stamped: bool = False, ranks_here: bool = False, hop_kinds: tuple[int, ...] = (),
+              hop_cycles: int = 0) -> str:
     """C++ of the shape of kernel `name`, and of its constant `name_launch`: threads, bytes of shared memory, blocks of a cluster, slots of the ring.
 
     Args:
         ring: bytes of the ring at most. copy: bytes of a bulk copy at most. shared: bytes of shared memory of a block.
         receive_batch: vectors that a thread asks for at once, at most. poll: who waits for the ring does not sleep.
-        probed: with records and stamps, for tests and benchmarks.
+        probed: with records of what phases make, for tests and benchmarks. stamped: with times of phases (LaunchStamps).
         ranks_here: all of the program's ranks are in the launch, groups of blocks behind one another; else each has a launch of its own.
         hop_kinds: kinds of phases (launch_step.hop_kinds) that go on waiting `hop_cycles` for what a collective brings, a benchmark's slow link.
     """
@@ -35,7 +38,8 @@ def constants(program: BlockProgram, *, ring: int = 224 * 1024, copy: int = COPY
     numbers = f"{program.tokens}, {program.grid.cluster}, {program.top_k}, {ring}, {copy}, {program.page}, {shared}, {streaming}"
     hops = f"#define K3_LINK_KINDS {sum(1 << i for i in hop_kinds)}u\n#define K3_LINK_CYCLES {hop_cycles}\n" if hop_cycles and hop_kinds else ""
     kinds = ", ".join(k.kind(copy, most) for k, most in zip(program.kinds, program.most))
-    return (f'{hops}#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n#define K3_PRODUCER_LIMITS {PRODUCER_LIMITS}\n'
+    return (f'{hops}#define K3_RECEIVE_BATCH {receive_batch}\n#define K3_POLL {int(poll)}\n#define K3_PROBED {int(probed)}\n#define K3_STAMPED {int(stamped)}\n'
+            f"#define K3_PRODUCER_LIMITS {PRODUCER_LIMITS}\n"
             f'#define K3_RANKS {program.ranks}\n#define K3_RANKS_HERE {here}\n#define K3_SCOPE "{"sys" if program.ranks > here else "gpu"}"\n#include "launch_core.cuh"\n'
             f"typedef LaunchShape<{numbers}, LaunchKinds<{kinds}>> {name}_shape;\n"
             f'extern "C" __constant__ int {name}_launch[4] = {{kLaunchThreads, {name}_shape::kSmem, {name}_shape::kCluster, {name}_shape::kSlots}};\n')
@@ -84,6 +88,13 @@ class LaunchLink(ctypes.Structure):
 
 class LaunchPeer(ctypes.Structure):
     _fields_ = _fields(ctypes.c_void_p, "exchange result counts")
+
+
+class LaunchStamps(ctypes.Structure):
+    """Phases whose times are kept, and where, in uint64: words[blocks][phases][STAMPS], which begin as zeros, by each block's own clock;
+    clocks[blocks][2][2], begin and end of the launch in nanoseconds and by that clock. issued, uint32 [blocks][ISSUE_BINS], which begin as zeros: bytes over time."""
+
+    _fields_ = [*_fields(ctypes.c_void_p, "words clocks issued"), *_fields(ctypes.c_int, "first phases")]
 
 
 class LaunchArgs(ctypes.Structure):

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 import cupy as cp
-import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -26,38 +25,20 @@ from launch_chain import CHECKED_LAYERS, Chain, checked_layers, standard_of  # n
 from k3cuda import launch_source as ls  # noqa: E402
 from k3cuda.launch_layer import MERGED_ROWS  # noqa: E402
 from k3cuda.phases import Grid  # noqa: E402
+from k3cuda.runtime.cuda_trace import PhaseMemory  # noqa: E402
 
 # Standard deviation of a result: more than that, and less for chains, and for layers, whose sums over ranks add TP equal parts of one looped back.
 SPREAD = (0.1, 10, 100)
 
 
 def by_phase(chain, windows):
-    """Median microseconds of every kind of phase: `hand_over` from the last end of what it reads to the last block's input, `works` from there
-    to the last end, `block_waits` and `block_works` of single blocks; of single blocks too `unclean`, until its slot is clean, `ahead`, from the last copy's issue to the
-    input, and `weights_late`, from the input to the last copy's issue where that is later; `clears`, from the last block's input to clean slots everywhere."""
+    """LaunchTrace.medians of the second of two launches, behind its first layer."""
     p = chain.program
-    stamps = cp.zeros((chain.grid, p.phases, ls.STAMPS), cp.uint64)
+    memory = PhaseMemory(p, range(p.weights[0][1] + 1, p.weights[-1][1] + 1) or None)
     for _ in range(2):
-        stamps.fill(0)
-        chain.run(windows, stamps=stamps)
-    t = stamps.get().astype(np.int64)
-    works = t[:, :, 2] > 0
-    last = np.where(works[:, :, None], t[:, :, :3], 0).max(0)     # [phase, stamp]
-    out = {}
-    for kind, k in enumerate(p.kinds):
-        at = [i for i, (made, layer) in enumerate(p.weights) if made == kind and layer > p.weights[0][1]]
-        if not at:
-            continue
-        mine = np.concatenate([t[works[:, i], i] for i in at])
-        ends = [[last[source, 2] for source in p.sources[i] if source is not None] for i in at]
-        parts = {"works": [last[i, 2] - last[i, 1] for i in at], "block_waits": mine[:, 1] - mine[:, 0], "block_works": mine[:, 2] - mine[:, 1]}
-        parts |= {"unclean": mine[:, 3] - mine[:, 0]}
-        if len(streams := mine[mine[:, 6] > 0]):
-            parts |= {"ahead": np.maximum(streams[:, 1] - streams[:, 6], 0), "weights_late": np.maximum(streams[:, 6] - streams[:, 1], 0)}
-        parts |= {"clears": [t[:, i, 4].max() - last[i, 1] for i in at]}
-        parts |= {"hand_over": [last[i, 1] - max(end) for i, end in zip(at, ends)]} if all(ends) else {}
-        out[k.name] = {n: float(np.median(v)) / 1e3 for n, v in parts.items()}
-    return out
+        memory.clear()
+        chain.run(windows, stamps=memory)
+    return memory.read().medians()
 
 
 def main():
@@ -86,10 +67,10 @@ def main():
     bench, results, wrong = Bench(args.cases, args.plain, 1 if args.whole_units else None, args.merged_rows, receive_batch=args.receive_batch, poll=args.poll), [], 0
     layouts = [(case, c, copy, ring) for case in args.cases for c in args.clusters for copy in args.copy for ring in args.ring
                if c < 4 or copy <= 8192]   # a block has 16 / c leaves of a tile, of which a large copy brings several
-    stress = ("-DK3_STRESS",)
+    stress, timed = ("-DK3_STRESS",), {"probed": False, "stamped": args.stamps}
     options = ((), stress)[:1 + bool(args.stress)]
     programs = {(case, c): bench.program(case, checked_layers(case), Grid(sms=bench.device.sms // c * c, cluster=c)) for case, c, *_ in layouts}
-    bench.prepare([bench.source(programs[case, c], copy, ring, probed) for case, c, copy, ring in layouts for probed in (False, True)], options,
+    bench.prepare([bench.source(programs[case, c], copy, ring, **shape) for case, c, copy, ring in layouts for shape in ({"probed": True}, timed)], options,
                   () if args.no_check else [standard_of(bench, p).text for p in programs.values()])
     kb = [tuple(n * 1024 for n in w) for w in args.windows]
     for case, c, copy, ring in layouts if not args.no_check else ():
@@ -117,7 +98,7 @@ def main():
     print(f"read ceiling {ceiling / 1e12:.3f} TB/s")
     for case, c, copy, ring in layouts:
         experts = Chain(bench, case, c, args.layers, copy, ring).experts_read(kb[0]) if case.has_experts else 0.0
-        chain = Chain(bench, case, c, args.layers, copy, ring, probed=args.stamps)
+        chain = Chain(bench, case, c, args.layers, copy, ring, **timed)
         nbytes = bench.layer_bytes(chain, experts)
         floor = nbytes / ceiling * 1e6
         for windows in kb:

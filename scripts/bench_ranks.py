@@ -1,78 +1,120 @@
-"""The step of `standard` as real ranks, one a GPU: by NCCL, by the exchange inside a kernel, and looped back.
+"""Steps of real ranks, one a GPU: stage by stage by NCCL, by the exchange inside a kernel, and looped back; in one launch, between ranks and looped back.
 
     python scripts/bench_ranks.py --ranks 2 --layers 8
 
 A rank's part of the first layers of the released model, cut over as many ranks as there are, with weights made on the device: the text means nothing.
-Each way has the same tokens, caches and states to begin with; the first step's logits of NCCL and the exchange must have the same bytes on every
-rank. `looped_back` is the rank alone, every collective a kernel that writes to itself: what the others take longer is lost to communication. The floor is the
-time of the bytes that a rank must read at the read ceiling of the same run; of experts it counts those of the last layer for every layer. One rank has
-nothing to exchange: `--ranks 1 --layers 4` and more ranks with as many layers show how a step of one size scales. `--trace` writes two layers of a step of
-one row, with exchanges, of all ranks on one axis of time: a Chrome trace beside `--output`, FILE-trace.json beside FILE.json.
+Each way begins with the same caches and states, and the first step's logits must have the same bytes in all of them, on every rank. `looped_back` is the rank
+alone, every collective a kernel that writes to itself, with tokens of its own part of the vocabulary: what the others take longer is lost to communication.
+`latency_specialized` and `latency_specialized_looped_back` are whole steps in one launch (docs/megakernel.md), whose logits must be those of `peer` and of
+`looped_back`; numbers of rows that one launch cannot take stand in `declined`, with the reason. The floor is the time of the bytes that a rank must read at the
+read ceiling of the same run; of experts it counts those of the last layer for every layer. One rank has nothing to exchange: `--ranks 1 --layers 4` and more
+ranks with as many layers show how a step of one size scales. `--trace` writes two layers of a step of one row, with exchanges, of all ranks on one axis of time:
+a Chrome trace beside `--output`, FILE-trace.json beside FILE.json.
 """
 import argparse
+import hashlib
 import statistics
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import rank_script
 import rank_trace
 from first_layers import first_layers
 
-from k3cuda.errors import BenchmarkError
-from k3cuda.runtime.machine import COLLECTIVES, PEER
+from k3cuda.errors import BenchmarkError, CompileError, PlanError
+from k3cuda.runtime.machine import COLLECTIVES, LATENCY_SPECIALIZED, NCCL, PEER
 
-LOOPED_BACK, CONTEXT, REPEATS, WARM = "looped_back", 256, 10, 2   # tokens a slot has room for; times, and those before them
+LOOPED_BACK, ONE_LOOPED_BACK = "looped_back", f"{LATENCY_SPECIALIZED}_looped_back"
+CONTEXT, REPEATS, WARM = 256, 10, 2   # tokens a slot has room for; times, and those before them
 POOL_BYTES = 2 << 30
 STEPS = 20   # a time, since ranks begin it up to some tenths of a millisecond apart
 
 
+class Way(NamedTuple):
+    """How steps run. single: in one launch. like: the way whose bytes its logits must have, if any, which comes before it."""
+
+    backend: object
+    single: bool = False
+    like: str | None = None
+
+
 def measure(comm, device, stream, layers: int, rows: list[int], trace: Path | None) -> dict:
-    from k3cuda.emit import Probes
     from k3cuda.plan import build_plan
-    from k3cuda.runtime.cuda_backend import CudaBackend
+    from k3cuda.runtime.cuda_driver import explained
+
+    plan = build_plan(first_layers(layers), comm.size)
+    if comm.rank == 0:   # the others find them
+        compile_all(plan, device, rows, bool(trace))
+    meet(comm, stream)
+    with explained():   # a launch that waited too long for another rank says for whom
+        return measured(comm, device, stream, plan, rows, trace)
+
+
+def compile_all(plan, device, rows: list[int], is_traced: bool) -> None:
+    """The kernels of all ways, side by side."""
+    from k3cuda.emit import Probes
     from k3cuda.runtime.cuda_kernels import bucket_of, compile_bucket, side_by_side
+    from k3cuda.runtime.launch_program import BUCKETS, CLUSTER, compiled_launch, launched
+
+    def one_launch(bucket: int, ranks: int) -> None:
+        with suppress(PlanError, CompileError):   # which the way that wants it gives as its reason
+            compiled_launch(plan, launched(plan, bucket, device.sms // CLUSTER * CLUSTER, "bf16", ranks), device.arch)
+
+    buckets = [bucket_of(n) for n in rows]
+    wanted = [(b, {}) for b in buckets] + [(1, {"probes": Probes(trace=True)})] * is_traced
+    side_by_side([partial(one_launch, b, ranks) for b in {*buckets} & {*BUCKETS} for ranks in {1, plan.tp}]
+                 + [partial(compile_bucket, plan, b, "bf16", device.arch, sms=device.sms, ride=False, **probes) for b, probes in wanted])
+
+
+def measured(comm, device, stream, plan, rows: list[int], trace: Path | None) -> dict:
+    from k3cuda.emit import Probes
+    from k3cuda.runtime.cuda_backend import CudaBackend
+    from k3cuda.runtime.cuda_kernels import bucket_of
     from k3cuda.runtime.cuda_rank import CudaRank
     from k3cuda.runtime.cuda_synthetic import synthetic_weights
     from k3cuda.runtime.step_bytes import StepBytes
 
-    source = SimpleNamespace(cfg=first_layers(layers))
-    plan, tp = build_plan(source.cfg, comm.size), comm.size
-    buckets = [bucket_of(n) for n in rows]
-    if comm.rank == 0:   # the others find them
-        wanted = [(b, {}) for b in buckets] + [(1, {"probes": Probes(trace=True)})] * bool(trace)
-        side_by_side([partial(compile_bucket, plan, b, "bf16", device.arch, sms=device.sms, ride=False, **probes) for b, probes in wanted])
-    meet(comm, stream)
+    source, tp, layers = SimpleNamespace(cfg=plan.cfg), comm.size, plan.cfg.num_hidden_layers
     held = synthetic_weights(plan, source, tp, comm.rank, arch=device.arch)
     options = dict(max_batch=max(rows), max_model_len=CONTEXT, weights=lambda *_: held)
-    ways = {how: CudaRank(source, comm, device.index, collectives=how, **options) for how in COLLECTIVES} if tp > 1 else {}
-    check_ways(ways)
+    ranks = {how: CudaRank(source, comm, device.index, collectives=how, specialized=how == PEER, **options) for how in COLLECTIVES} if tp > 1 else {}
+    check_ways(ranks)
     here = type("LoopedBack", (CudaBackend,), {"device_index": device.index})
-    ways[LOOPED_BACK] = here(source, tp, only_rank=comm.rank if tp > 1 else None, ride=False, **options)
-    ceiling, found, logits = read_ceiling(device), [], {}
+    alone = here(source, tp, only_rank=comm.rank if tp > 1 else None, ride=False, specialized=True, **options)
+    ways = {NCCL: Way(ranks[NCCL]), PEER: Way(ranks[PEER], like=NCCL), LATENCY_SPECIALIZED: Way(ranks[PEER], True, PEER)} if tp > 1 else {}
+    ways |= {LOOPED_BACK: Way(alone), ONE_LOOPED_BACK: Way(alone, True, LOOPED_BACK)}
+    ceiling, found, declined = read_ceiling(device), [], []
     for n in rows:
-        for how, backend in ways.items():
-            logits[how] = first_step(backend, n, bucket_of(n))
-            meet(comm, stream)
-            experts = len(np.unique(backend.memories[0].buffer("expert_ids")[:n].get()))
-            nbytes = StepBytes(plan, "bf16", n, n, dict.fromkeys(range(layers), experts)).floor()
-            took = times(backend, bucket_of(n), device)
-            found.append({"how": how, "ranks": backend.ranks, "rows": n, "experts": experts, "floor_ms": round(nbytes / ceiling * 1e3, 4)} | took)
-        if tp > 1 and logits["nccl"].tobytes() != logits["peer"].tobytes():
-            raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits by NCCL and by the exchange differ")
-        if not all(np.isfinite(logits[how]).all() for how in ways if how != LOOPED_BACK):
-            raise BenchmarkError(f"rank {comm.rank}, {n} rows: logits are not finite")
-    clocks = {}
+        logits, experts = {}, {}
+        for how, way in ways.items():
+            be, bucket = way.backend, bucket_of(n)
+            if way.single and (reason := be.step_launches.declines(bucket)):
+                declined.append({"how": how, "rows": n, "reason": reason})
+                continue
+            logits[how] = first_step(way, n, bucket, plan.cfg.vocab_size // tp if be is alone else 0, comm.rank)
+            check_logits(comm, stream, n, how, logits[how], logits.get(way.like), be is alone)
+            # One launch keeps its choices to itself; they are those of the same step stage by stage.
+            experts[how] = experts[way.like] if way.single else len(np.unique(be.memories[0].buffer("expert_ids")[:n].get()))
+            nbytes = StepBytes(plan, "bf16", n, n, dict.fromkeys(range(layers), experts[how])).floor()
+            found.append({"how": how, "ranks": be.ranks, "rows": n, "experts": experts[how], "floor_ms": round(nbytes / ceiling * 1e3, 4)} | times(way, bucket, device))
+            if comm.rank == 0:
+                print("{how}, {rows} rows: {ms} ms, floor {floor_ms}".format(**found[-1]), file=sys.stderr, flush=True)
+    clocks, backends = {}, [*ranks.values(), alone]
     if trace:
-        traced = ways["traced"] = CudaRank(source, comm, device.index, collectives=PEER, probes=Probes(trace=True), **options)
+        traced = CudaRank(source, comm, device.index, collectives=PEER, probes=Probes(trace=True), **options)
+        backends.append(traced)
         check_ways({PEER: traced})
-        first_step(traced, 1, 1)
+        first_step(Way(traced), 1, 1)
         clocks = rank_trace.trace(comm, device, stream, traced, 1, trace)
-    for backend in ways.values():   # NCCL's first: its graphs must be gone before the communicator, which goes with any of them
+    for backend in backends:   # NCCL's first: its graphs must be gone before the communicator, which goes with any of them
         backend.close()
-    return {"layers": layers, "ceiling_tb_s": round(ceiling / 1e12, 3), "hops": sum(bool(op.stage.moves) for op in plan.ops), "steps": found} | clocks
+    hops = sum(bool(op.stage.moves) for op in plan.ops)
+    return {"layers": layers, "ceiling_tb_s": round(ceiling / 1e12, 3), "hops": hops, "steps": found, "declined": declined} | clocks
 
 
 def check_ways(ways: dict) -> None:
@@ -84,22 +126,32 @@ def check_ways(ways: dict) -> None:
 
 def meet(comm, stream) -> None:
     """Until all ranks are here."""
-    import cupy
-
-    room = cupy.zeros(1 + comm.size, cupy.uint8)
     stream.synchronize()
-    comm.all_gather(room.data.ptr, room.data.ptr + 1, 1, stream.ptr)
-    stream.synchronize()
+    rank_script.gathered(comm, stream, np.zeros(1, np.uint8))
 
 
-def first_step(backend, rows: int, bucket: int) -> np.ndarray:
-    """Logits of `rows` sequences' first tokens, in slots as new."""
+def check_logits(comm, stream, rows: int, how: str, logits: np.ndarray, wanted: np.ndarray | None, is_alone: bool) -> None:
+    """All ranks at the same time, which it also brings together. Raises BenchmarkError where logits are no numbers, not those `wanted`, or, of ranks that
+    exchange them, not the same everywhere."""
+    digests = rank_script.gathered(comm, stream, np.frombuffer(hashlib.sha256(logits.tobytes()).digest(), np.uint8))
+    where = f"rank {comm.rank}, {rows} rows, {how}"
+    if not np.isfinite(logits).all():
+        raise BenchmarkError(f"{where}: logits are not finite")
+    if wanted is not None and logits.tobytes() != wanted.tobytes():
+        raise BenchmarkError(f"{where}: logits have other bytes than those of the way before")
+    if not is_alone and len(np.unique(digests, axis=0)) > 1:
+        raise BenchmarkError(f"{where}: the ranks' logits have different bytes")
+
+
+def first_step(way: Way, rows: int, bucket: int, own: int = 0, rank: int = 0) -> np.ndarray:
+    """Logits of `rows` sequences' first tokens, in slots as new. `own`: tokens that a rank alone has rows of, `rank` after `rank`; 0: all of them."""
+    backend = way.backend
     pages = backend.num_pages // backend.num_slots
     for slot in range(rows):
         backend.open_slot(slot, range(slot * pages, (slot + 1) * pages))
-    ids = np.random.default_rng(rows).integers(0, backend.cfg.vocab_size, rows)
+    ids = np.random.default_rng(rows).integers(0, own or backend.cfg.vocab_size, rows) + own * rank
     backend.write(token_ids=ids, row_slot=np.arange(rows), row_position=np.zeros(rows), logit_rows=np.arange(rows), row_accepted=np.ones(rows))
-    backend.replay("step", bucket)
+    backend.replay("step", bucket, single=way.single)
     backend.stream.synchronize()
     return backend.memories[0].buffer("logits")[:rows].get()
 
@@ -119,15 +171,16 @@ def read_ceiling(device) -> float:
     return Timer(device.arch).read_ceiling(pool, device.name)
 
 
-def times(backend, bucket: int, device) -> dict:
+def times(way: Way, bucket: int, device) -> dict:
     """Milliseconds of a step with its commit."""
     from k3cuda.runtime.cuda_timing import Timer
 
+    backend = way.backend
     timer = Timer(device.arch, backend.stream)
 
     def steps():
         for _ in range(STEPS):
-            backend.replay("step", bucket)
+            backend.replay("step", bucket, single=way.single)
             backend.replay("commit", bucket)
 
     ms = [timer.once(steps) / STEPS * 1e3 for _ in range(WARM + REPEATS)][WARM:]
@@ -137,7 +190,7 @@ def times(backend, bucket: int, device) -> dict:
 if __name__ == "__main__":
     parser = rank_script.flags(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8], metavar="LIST")
+    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 8], metavar="LIST")
     parser.add_argument("--trace", action="store_true", help="also a Chrome trace of a step of all ranks, beside --output")
     given = parser.parse_args()
     if given.trace and (given.ranks == 1 or not given.output):

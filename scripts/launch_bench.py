@@ -96,9 +96,9 @@ class Bench:
         steps = layer_steps(self.plan, kinds, range(first, first + layers), has)
         return bp.program(kinds, steps, case.rows, grid, self.cfg.num_experts_per_token, slots=LAYER_SLOTS)
 
-    def source(self, program, copy, ring, probed=False):
-        """`copy` in bytes, `ring` in KB. `probed`: with records and stamps."""
-        return ls.source(program, ring=ring * 1024, copy=copy, probed=probed, **self.shape)
+    def source(self, program, copy, ring, **more):
+        """`copy` in bytes, `ring` in KB. `more`: as launch_source.constants."""
+        return ls.source(program, ring=ring * 1024, copy=copy, **self.shape | more)
 
     def choices(self, case, program):
         """layer -> forced choice: rows take experts in turn, other ones in each layer."""

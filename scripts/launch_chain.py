@@ -32,12 +32,14 @@ def checked_layers(case) -> int:
 class Chain:
     """One program compiled and ready: its weights, its exchange, its launch."""
 
-    def __init__(self, bench, case, cluster, layers, copy, ring, options=(), probed=True):
+    def __init__(self, bench, case, cluster, layers, copy, ring, options=(), **shape):
+        """`shape`: as launch_source.constants, but that records are kept where nothing is said of them."""
+        shape = {"probed": True} | shape
         self.bench, self.case, self.cluster, self.layers = bench, case, cluster, layers
         self.copy, self.ring = copy, ring
         self.grid, self.clusters = self.fits(bench.source(bench.program(case, checked_layers(case), Grid(sms=bench.device.sms // cluster * cluster, cluster=cluster)), copy, ring))
         self.program = p = bench.program(case, layers, Grid(sms=self.grid, cluster=cluster, ring=ring * 1024, copy=copy))
-        self.module, (self.threads, self.shared, _, self.slots) = bench.module(bench.source(p, copy, ring, probed), options)
+        self.module, (self.threads, self.shared, _, self.slots) = bench.module(bench.source(p, copy, ring, **shape), options)
         self.function = self.module.function("product_chain", self.shared)
         self.words, self.result = cp.asarray(p.words), cp.zeros((case.rows, p.output_vectors * 4), cp.uint32)
         self.choices = bench.choices(case, p)
@@ -81,13 +83,12 @@ class Chain:
         return min(clusters, self.bench.device.sms // self.cluster) * self.cluster, clusters
 
     def launch(self, windows, record=None, stamps=None):
-        """`windows`: bytes in flight, and of the first kind with weights if that has another."""
-        names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts,
-                 "record": record, "stamps": stamps}
+        """`stamps`: a PhaseMemory. `windows`: bytes in flight, and of the first kind with weights if that has another."""
+        names = {"weights": self.places, "programs": self.words, "input": self.x, "exchange": self.exchange, "result": self.result, "counts": self.counts, "record": record}
         bench = self.bench
         args = ls.arguments(self.program, **dict(zip(("window", "first_window"), windows)), trouble=bench.trouble.ctypes.data,
                             situ=bench.situ, routed_scale=bench.cfg.routed_scaling_factor, norm_eps=bench.cfg.rms_norm_eps, block_rows=bp.MAX_TOKENS,
-                            **{n: a.data.ptr for n, a in names.items() if a is not None})
+                            stamps=stamps.address if stamps else 0, **{n: a.data.ptr for n, a in names.items() if a is not None})
         return Launch(self.function, self.grid, self.threads, [args], shared=self.shared, stream=bench.timer.raw, cluster=self.cluster,
                       cooperative=not bench.is_plain)
 

@@ -1,6 +1,8 @@
 """Tables of docs/performance.md about ranks that have a GPU each."""
 from typing import Callable
 
+ONE_LAUNCH, ONE_LOOPED_BACK = "latency_specialized", "latency_specialized_looped_back"   # of bench_ranks.py
+
 
 def collectives(found: dict, table: Callable, source: Callable) -> str:
     """`table`, `source`: make_performance.py's."""
@@ -27,26 +29,42 @@ def rank_steps(found: dict, table: Callable, source: Callable) -> str:
         by.setdefault(s["rows"], {})[s["how"]] = s["ms"]
         if s["how"] == "peer":   # looped back a rank may choose other experts
             floors[s["rows"]] = s["floor_ms"]
-    lost = lambda ms, alone: f"{ms:.3f} ({1e3 * (ms - alone) / found['hops']:+.1f})"
+    has_launches = "declined" in found   # files of before there were any do not say so
     rows = []
     for n, ms in by.items():
-        alone = ms["looped_back"]
-        rows.append([n, f"{floors[n]:.3f}", f"{alone:.3f}", lost(ms["nccl"], alone), lost(ms["peer"], alone)])
-    head = ["rows", "floor, ms", "looped back, ms", "by NCCL, ms (µs more a collective)", "inside a kernel, ms (µs more a collective)"]
+        lost = lambda how, alone, ms=ms: f"{ms[how]:.3f} ({1e3 * (ms[how] - ms[alone]) / found['hops']:+.1f})" if how in ms else ""
+        one = [f"{ms[ONE_LOOPED_BACK]:.3f}" if ONE_LOOPED_BACK in ms else "", lost(ONE_LAUNCH, ONE_LOOPED_BACK)] * has_launches
+        rows.append([n, f"{floors[n]:.3f}", f"{ms['looped_back']:.3f}", lost("nccl", "looped_back"), lost("peer", "looped_back"), *one])
+    head = ["rows", "floor, ms", "looped back, ms", "by NCCL, ms (µs more a collective)", "inside a kernel, ms (µs more a collective)",
+            *["in one launch looped back, ms", "in one launch, ms (µs more a collective)"] * has_launches]
+    launches = " Steps in one launch write into each other's memory; their\nlogits have the same bytes too, looped back those of the step looped back." * has_launches
     return (f"## Steps of {found['ranks']} real ranks\n\nThe first {found['layers']} layers of the release cut over {found['ranks']} GPUs, {found['hops']} "
             f"collectives a step; step and commit of rank 0 ({settings(found)}).\nLogits by NCCL and by the exchange have the same bytes on every rank. Looped back, "
-            f"a rank is alone and every collective a kernel that writes to itself;\nwith NCCL kernels do not begin under one another.\n\n{table(head, rows)}"
-            + source("rank_steps", found))
+            f"a rank is alone and every collective a kernel that writes to itself;\nwith NCCL kernels do not begin under one another."
+            f"{launches}{refused(found)}\n\n{table(head, rows)}" + source("rank_steps", found))
+
+
+def refused(found: dict) -> str:
+    """Of which numbers of rows there is no time in one launch, and why."""
+    why = {}
+    for d in found.get("declined", ()):
+        if d["how"] == ONE_LOOPED_BACK:   # of which real ranks say the same
+            why.setdefault(d["reason"], []).append(d["rows"])
+    ranks = f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}"
+    return "".join(f"\nNot in one launch: {', '.join(map(str, rows))} rows over {ranks} ({reason})." for reason, rows in why.items())
 
 
 def scaling(files: list[dict], table: Callable, source: Callable) -> str:
     """Of steps of one size by number of ranks, one rank first."""
-    alone, rows = {s["rows"]: s["ms"] for s in files[0]["steps"]}, []
+    names = {"nccl": "NCCL", "peer": "inside a kernel", ONE_LAUNCH: "in one launch"}
+    only = {"looped_back": "", ONE_LOOPED_BACK: names[ONE_LAUNCH]}   # of one rank, which has nobody else
+    alone, rows = {(s["rows"], s["how"] == ONE_LOOPED_BACK): s["ms"] for s in files[0]["steps"]}, []
     for found in files:
         for s in found["steps"]:
-            if s["how"] in ("nccl", "peer") or found["ranks"] == 1:
-                how = {"nccl": "NCCL", "peer": "inside a kernel"}.get(s["how"], "")
-                rows.append([s["rows"], found["ranks"], how, f"{s['floor_ms']:.3f}", f"{s['ms']:.3f}", f"{s['ms'] / s['floor_ms']:.2f}", f"{alone[s['rows']] / s['ms']:.2f}"])
+            how = (only if found["ranks"] == 1 else names).get(s["how"])
+            if how is not None:
+                first, ms, floor = alone.get((s["rows"], how == names[ONE_LAUNCH])), s["ms"], s["floor_ms"]
+                rows.append([s["rows"], found["ranks"], how, f"{floor:.3f}", f"{ms:.3f}", f"{ms / floor:.2f}", f"{first / ms:.2f}" if first else ""])
     head = ["rows", "ranks", "collectives by", "floor, ms", "step, ms", "ratio", "times as fast as one rank"]
-    return (f"## The same layers on more GPUs\n\nThe first {files[0]['layers']} layers of the release, on one GPU and cut over several; made and timed as above.\n\n"
-            f"{table(head, sorted(rows, key=lambda row: row[0]))}" + "".join(source(f"rank_steps-{found['ranks']}", found) for found in files))
+    return (f"## The same layers on more GPUs\n\nThe first {files[0]['layers']} layers of the release, on one GPU and cut over several; made and timed as above."
+            f"{''.join(map(refused, files))}\n\n{table(head, sorted(rows, key=lambda row: row[0]))}" + "".join(source(f"rank_steps-{found['ranks']}", found) for found in files))

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Callable
 
+import numpy as np
+
 from k3cuda.errors import K3Error, RankDied
 from k3cuda.runtime import nccl
 from k3cuda.runtime.rank_workers import tie_to_parent
@@ -106,6 +108,17 @@ def _run(rank: int, port: int, token: str, given, work, server: Server | None = 
         document = {**surroundings(device, Path(sys.argv[0]).name), **facts, "nccl_settings": nccl_settings, "init_s": started, **found}
         text = json.dumps(document, indent=1) + "\n"
         given.output.write_text(text) if given.output else print(text, end="")
+
+
+def gathered(comm, stream, own: np.ndarray) -> np.ndarray:
+    """[ranks, ..] of arrays of one shape, all ranks at the same time."""
+    import cupy
+
+    part, whole = cupy.asarray(own), cupy.empty((comm.size, *own.shape), own.dtype)
+    cupy.cuda.get_current_stream().synchronize()
+    comm.all_gather(part.data.ptr, whole.data.ptr, part.nbytes, stream.ptr)
+    stream.synchronize()
+    return whole.get(stream=stream)
 
 
 def _open(rank: int, is_shared: bool):

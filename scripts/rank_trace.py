@@ -4,6 +4,9 @@ from pathlib import Path
 
 import numpy as np
 from bench_collectives import Clock
+from rank_script import gathered
+
+from k3cuda.chrome_trace import bar
 
 EXCHANGES, PART = 2_000, 1024   # whose notes tell the clocks apart; bytes that a rank sends in one of them
 WARM = 3                        # steps before the one that is traced: the first captures
@@ -47,8 +50,7 @@ def events(names: list[tuple[str, int | None]], spans: np.ndarray, layers=LAYERS
     """
     wanted = [i for i, (_, layer) in enumerate(names) if layer in layers]
     start = spans[:, wanted].min()
-    return [{"name": names[i][0], "ph": "X", "pid": rank, "tid": i % 2, "ts": round(float(own[i, 0] - start) / 1e3, 3), "dur": round(float(own[i, 1] - own[i, 0]) / 1e3, 3),
-             "args": {"layer": names[i][1]}} for rank, own in enumerate(spans) for i in wanted]
+    return [bar(names[i][0], rank, i % 2, float(own[i, 0] - start), float(own[i, 1] - start), layer=names[i][1]) for rank, own in enumerate(spans) for i in wanted]
 
 
 def trace(comm, device, stream, backend, bucket: int, path: Path) -> dict:
@@ -56,20 +58,20 @@ def trace(comm, device, stream, backend, bucket: int, path: Path) -> dict:
     for _ in range(WARM):
         backend.replay("step", bucket)
     backend.stream.synchronize()
-    before = apart(_gathered(comm, stream, _notes(comm, device, stream)))
+    before = apart(gathered(comm, stream, _notes(comm, device, stream)))
     backend.trace.clear()
     backend.replay("step", bucket)
     backend.stream.synchronize()
-    after = apart(_gathered(comm, stream, _notes(comm, device, stream)))
+    after = apart(gathered(comm, stream, _notes(comm, device, stream)))
     ahead = np.mean([before[0], after[0]], axis=0)
     ops = backend.graph("step", bucket)[1]
     names = [(op.stage.name if op.stage.moves else launch.kernel, op.layer) for op, group in ops for launch in group]
     carried = [bool(op.stage.moves) for op, group in ops for _ in group]
     own = launches(backend.trace.words.get()[:len(names), :5].astype(np.int64), carried)
     if comm.rank == 0:
-        path.write_text(json.dumps(events(names, _gathered(comm, stream, own) - ahead[:, None, None])))
+        path.write_text(json.dumps(events(names, gathered(comm, stream, own) - ahead[:, None, None])))
     else:
-        _gathered(comm, stream, own)
+        gathered(comm, stream, own)
     return {"clocks_ahead_ns": before[0], "clocks_ahead_after_ns": after[0], "clocks_off_by_ns": after[1]}
 
 
@@ -89,14 +91,3 @@ def _notes(comm, device, stream) -> np.ndarray:
         return Clock(device, stream, EXCHANGES).notes(carrier.launches("a note", [(move, source.data.ptr, target.data.ptr)]))
     finally:
         carrier.close()
-
-
-def _gathered(comm, stream, own: np.ndarray) -> np.ndarray:
-    """[ranks, ..] of arrays of one shape."""
-    import cupy
-
-    part, whole = cupy.asarray(own), cupy.empty((comm.size, *own.shape), own.dtype)
-    cupy.cuda.get_current_stream().synchronize()
-    comm.all_gather(part.data.ptr, whole.data.ptr, part.nbytes, stream.ptr)
-    stream.synchronize()
-    return whole.get(stream=stream)

@@ -22,8 +22,9 @@ class StepLaunch:
         self.plan, self.program, self.ranks_here = plan, program, ranks_here
         self.library = host.build(defines + ls.source(program, ring=40 * 1024, copy=4096, ranks_here=ranks_here, **shape), ["product_chain"], folder)
 
-    def run(self, *memories: Memory, launches: int = 1, limit_ns: int = 100_000_000_000, words=None, trouble=None) -> list[np.ndarray]:
-        """The exchange of each rank behind the last of some launches. words: of a rank's program, where they are not the program's. trouble: one record for all."""
+    def run(self, *memories: Memory, launches: int = 1, limit_ns: int = 100_000_000_000, words=None, trouble=None, stamps=None) -> list[np.ndarray]:
+        """The exchange of each rank behind the last of some launches. words: of a rank's program, where they are not the program's. trouble: one record for all.
+        stamps: the first phase whose times are kept, and the arrays of LaunchStamps."""
         p, cfg = self.program, self.plan.cfg
         trouble = np.zeros(8, np.uint32) if trouble is None else trouble
         self.held, exchanges, peers, args = [trouble], [], (ls.LaunchPeer * p.ranks)(), (ls.LaunchArgs * len(memories))()
@@ -34,6 +35,10 @@ class StepLaunch:
             names = dict(weights=pointers.table(structures.ctypes.data), programs=(words or {}).get(rank, p.words), exchange=exchange, counts=counts, trouble=trouble,
                          result=memory.buffer("logits"), **{n: memory.buffer(n) for n in ("row_slot", "logit_rows")})
             addresses = {n: a.ctypes.data for n, a in names.items()}
+            if stamps:
+                header = ls.LaunchStamps(*(a.ctypes.data for a in stamps[1:]), stamps[0], stamps[1].shape[1])
+                self.held.append(header)
+                addresses["stamps"] = ctypes.addressof(header)
             peers[rank] = ls.LaunchPeer(*(addresses[n] for n in ("exchange", "result", "counts")))
             args[rank] = ls.arguments(p, window=4096, limit_ns=limit_ns, meet_ns=limit_ns, rank=rank, situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta),
                                       routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, peers=ctypes.addressof(peers), **addresses)

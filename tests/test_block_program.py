@@ -125,6 +125,7 @@ def test_no_value_looks_as_if_it_were_not_there(tmp_path):
     """F32 as stored, but for the one value whose bits say so: its neighbour. BF16 without -0."""
     library = host.build("""#define K3_POLL 0
 #define K3_PROBED 0
+#define K3_STAMPED 0
 #define K3_PRODUCER_LIMITS 1
 #define K3_RANKS 1
 #define K3_RANKS_HERE 1
@@ -236,7 +237,10 @@ def test_the_program_of_a_released_layer(rows, merged):
             has.setdefault((k.name, phase), {})[block] = len(units)
         assert all(left is None for left in owner.values())                # everything is cleared in the end
     of = lambda name: next(units for (kind, _), units in has.items() if kind == name)
-    assert all(not (of("moe_down")[block] and of("shared_down")[block]) for block in range(132)) and max(of("shared_down").values()) == 23
+    if merged:   # before the experts, in all blocks
+        assert set(of("shared_down").values()) == {3, 4} and [s.name for s in steps].index("shared_down") == [s.name for s in steps].index("route") + 1
+    else:
+        assert all(not (of("moe_down")[block] and of("shared_down")[block]) for block in range(132)) and max(of("shared_down").values()) == 23
     for product, reader in (("kda_in", "kda_mix"), ("o_proj", "ffn_mix_sums"), ("latent_up", "attn_mix_sums")):   # the fewest where its reader is at home
         busy = [of(product)[block] for block in range(132) if of(reader)[block]]
         assert max(busy) == min(of(product).values()) or (product, rows) == ("kda_in", 8)   # more blocks than have fewer tiles
@@ -310,6 +314,6 @@ def test_what_a_kernel_is_built_with_must_be_said(tmp_path):
     """No default stands in a header for what launch_source defines."""
     text = ls.constants(bp.chain(PRODUCTS, 1, 1, Grid(sms=BLOCKS)), ring=24 * 1024, copy=2048)
     assert host.build(text, [], tmp_path)
-    for name in ("K3_RECEIVE_BATCH", "K3_POLL", "K3_PROBED", "K3_PRODUCER_LIMITS"):
+    for name in ("K3_RECEIVE_BATCH", "K3_POLL", "K3_PROBED", "K3_STAMPED", "K3_PRODUCER_LIMITS"):
         with pytest.raises(AssertionError, match=name):
             host.build("".join(line for line in text.splitlines(True) if not line.startswith(f"#define {name}")), [], tmp_path)

@@ -20,10 +20,10 @@ PLAN = build_plan(K3Config.from_json(RELEASED_FOLDER), TP)
 MOST = 96   # of 20 warps five are in one of the four parts of a multiprocessor
 
 
-def registers(plan, rows, arch, ranks=1, hop_cycles=0):
+def registers(plan, rows, arch, ranks=1, hop_cycles=0, **shape):
     """Of a kernel without spills."""
     program = step_program(plan, rows, Grid(cluster=2), cache=1, rank_parts=plan.tp, ranks=ranks)
-    return cuda_jit.compile_cuda(ls.source(program, hop_kinds=hop_kinds(plan, program), hop_cycles=hop_cycles), arch, strict=True).resources()["product_chain"].registers
+    return cuda_jit.compile_cuda(ls.source(program, hop_kinds=hop_kinds(plan, program), hop_cycles=hop_cycles, **shape), arch, strict=True).resources()["product_chain"].registers
 
 
 ARCHS = cuda_jit.ARCHS
@@ -52,6 +52,11 @@ def test_so_does_one_with_a_bf16_cache():
 
 def test_so_does_one_whose_hops_take_longer():
     assert registers(PLAN, 8, ARCHS[0], hop_cycles=4950) <= MOST
+
+
+@pytest.mark.parametrize(("rows", "arch"), [(1, ARCHS[-1]), (8, ARCHS[0])])
+def test_so_does_one_that_notes_times(rows, arch):
+    assert registers(PLAN, rows, arch, stamped=True) <= MOST
 
 
 @pytest.mark.parametrize(("rows", "stream", "arch"), [(1, PREFIX, ARCHS[0]), (8, ATTN_RES, ARCHS[-1])])

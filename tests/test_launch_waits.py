@@ -18,6 +18,7 @@ RANKS, BLOCKS = 2, 3
 MEETINGS = """#define K3_RECEIVE_BATCH 1
 #define K3_POLL 0
 #define K3_PROBED 0
+#define K3_STAMPED 0
 #define K3_PRODUCER_LIMITS 1
 #define K3_RANKS 2
 #define K3_RANKS_HERE 1

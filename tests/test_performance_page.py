@@ -128,8 +128,27 @@ def test_ranks_with_a_gpu_each(folder):
         put(f"rank_steps-{n}", ranks=n, layers=6, hops=9, steps=[{"how": how, "ranks": how, "rows": 1, "ms": ms, "floor_ms": 2.0 / n} for how, ms in ways.items()], nccl_settings={})
     page = made.page(path)
     assert "| 1 | 1 |  | 2.000 | 2.500 | 1.25 | 1.00 |" in page and "| 1 | 2 | inside a kernel | 1.000 | 1.250 | 1.25 | 2.00 |" in page and "| 1.100 | 1.10 |" not in page
+    assert "in one launch" not in page.partition("## Steps of 2 real ranks")[2]
     put("collectives-2", ranks=2, nccl="2.28.9", replays=10_000, no_peers="rank 1 cannot map", empty={"us": 1.0}, collectives=times[:1], nccl_settings={})
     assert "No exchange: rank 1 cannot map." in made.page(path) and "| 12.50 (13.50) |  |" in made.page(path)
+
+
+def test_ranks_whose_steps_are_one_launch(folder):
+    """Beside the steps stage by stage where there are any; why not of so many rows; a rank's first time is that of its own way."""
+    path, put = folder
+    one, alone, why = "latency_specialized", "latency_specialized_looped_back", "its inputs are too large"
+    ways = {1: {"looped_back": 1.4, "nccl": 1.9, "peer": 1.5, alone: 1.6, one: 1.8}, 8: {"looped_back": 2.4, "nccl": 2.9, "peer": 2.5}}
+    steps = lambda ways, n: [{"how": how, "ranks": how, "rows": rows, "ms": ms, "floor_ms": 2.0 / n} for rows, of in ways.items() for how, ms in of.items()]
+    declined = [{"how": how, "rows": 8, "reason": f"{rank}{why}"} for how, rank in ((one, "rank 0: "), (alone, ""))]
+    put("rank_steps", ranks=2, layers=8, hops=50, steps=steps(ways, 2), declined=declined, nccl_settings={})
+    for n, of in ((1, {1: {"looped_back": 2.5, alone: 3.6}, 8: {"looped_back": 4.0}}), (2, ways)):
+        put(f"rank_steps-{n}", ranks=n, layers=6, hops=9, steps=steps(of, n), declined=declined, nccl_settings={})
+    page = made.page(path)
+    for line in ("| 1 | 1.000 | 1.400 | 1.900 (+10.0) | 1.500 (+2.0) | 1.600 | 1.800 (+4.0) |", "| 8 | 1.000 | 2.400 | 2.900 (+10.0) | 2.500 (+2.0) |  |  |",
+                 "| 1 | 1 | in one launch | 2.000 | 3.600 | 1.80 | 1.00 |", "| 1 | 2 | in one launch | 1.000 | 1.800 | 1.80 | 2.00 |",
+                 "| 1 | 2 | inside a kernel | 1.000 | 1.500 | 1.50 | 1.67 |"):
+        assert line in page, line
+    assert page.count(f"Not in one launch: 8 rows over 2 ranks ({why}).") == 2 and page.count(f"Not in one launch: 8 rows over 1 rank ({why}).") == 1
 
 
 def test_why_auto_does_not_choose_one_launch_has_the_numbers_of_the_page():

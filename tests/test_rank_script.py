@@ -3,6 +3,7 @@ import sys
 import textwrap
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from command import ROOT
 from rank_processes import ends, start
@@ -13,6 +14,7 @@ sys.path.append(str(ROOT / "scripts"))
 pytest.importorskip("cuda.bindings", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 pytest.importorskip("cupy", reason="no CUDA line installed; install k3cuda[cu13] or k3cuda[cu12]")
 import bench_ranks  # noqa: E402
+import rank_script  # noqa: E402
 
 # Ranks without a GPU, of which one does what it is told; the others wait for it, but not for ever.
 SCRIPT = """
@@ -61,6 +63,23 @@ def test_times_never_stand_under_a_false_name():
     ways["peer"].ranks = "nccl"
     with pytest.raises(BenchmarkError, match="collectives by peer: nccl carries them"):
         bench_ranks.check_ways(ways)
+
+
+def test_no_time_is_taken_of_logits_that_differ(monkeypatch):
+    """From those of the way before, from other ranks' where they exchange them, or from numbers."""
+    logits, others = np.arange(4, dtype=np.float32), [0]
+    monkeypatch.setattr(rank_script, "gathered", lambda comm, stream, own: np.stack([own, own + np.uint8(others[0])]))
+    check = lambda got, wanted=None, is_alone=False: bench_ranks.check_logits(SimpleNamespace(rank=1), None, 8, "a way", got, wanted, is_alone)
+    check(logits)
+    check(logits, logits.copy())
+    with pytest.raises(BenchmarkError, match="rank 1, 8 rows, a way: logits have other bytes than those of the way before"):
+        check(logits, logits + np.float32([0, 0, 0, 1]))
+    with pytest.raises(BenchmarkError, match="not finite"):
+        check(np.full(4, np.inf, np.float32))
+    others[0] = 1
+    check(logits, is_alone=True)   # each rank looped back is another model
+    with pytest.raises(BenchmarkError, match="the ranks' logits have different bytes"):
+        check(logits)
 
 
 @pytest.mark.parametrize(("words", "said"), [(["--ranks", "1"], "found --ranks 1"), (["--layers", "3"], "found --layers 3, wanted 4 or more")], ids=["one rank", "too few layers"])

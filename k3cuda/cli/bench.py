@@ -8,6 +8,7 @@ from ..errors import OutOfMemory, UsageError
 from ..runtime.cuda_driver import require_gpu
 from ..runtime.machine import LATENCY_SPECIALIZED, ON_GPU, STANDARD
 from . import options
+from .bench_trace import Layers, StepTrace
 from .group import Group
 from .model_argument import config_of
 from .output import Result, say
@@ -78,7 +79,10 @@ _FLAGS = (
 @options.model(default="kimi-k3")
 @options.flags(*_FLAGS, options.flag("--stages", type=Counts(DECODE_ROWS), metavar="ROWS", help="Time every stage as well, in steps of so many rows."),
                options.flag("--decode-backend", default=STANDARD, show_default=True, metavar="NAME",
-                            help=f"What runs the steps: {' or '.join(ON_GPU)}, which does where it can."))
+                            help=f"What runs the steps: {' or '.join(ON_GPU)}, which does where it can."),
+               options.flag("--trace", multiple=True, type=click.Path(dir_okay=False), metavar="FILE",
+                            help=f"Also record one more step: FILE.json, a Chrome trace; FILE.svg, a picture of a {LATENCY_SPECIALIZED} step. May be repeated."),
+               options.flag("--trace-layers", type=Layers(), metavar="FIRST-LAST", help="Layers that --trace records, or all.  [default: four in the middle]"))
 def step(stages, output, **what):
     """Time decode steps of one true rank, commit included, and check them. Weights are random and made on the device; MODEL gives only the sizes.
 
@@ -153,7 +157,8 @@ def _stages(bench, names=()) -> dict:
             "kv_cache_dtype": be.kv_cache_dtype, "ceiling_tb_s": round(bench.ceiling / 1e12, 3), "forced_experts": be.probes.forced_experts, "stages": found}
 
 
-def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cache_dtype, experts, hop_delay_us, decode_backend=STANDARD) -> None:
+def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cache_dtype, experts, hop_delay_us, decode_backend=STANDARD, trace=(),
+         trace_layers=None) -> None:
     """Calls `each(bench, walk)` for every combination; its (step, stages) go into the document."""
     from ..runtime.open_model import choice
 
@@ -163,6 +168,7 @@ def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cac
     shapes = [_shared(n, sequences) for n in rows]
     top_k = cfg.num_experts_per_token
     _check_experts(cfg, experts, max(rows))
+    traced = StepTrace(trace, trace_layers, cfg.num_hidden_layers, decode_backend, len(rows) * len(context), bool(experts) or any(hop_delay_us))
     require_gpu()
     from ..emit import Probes
     from ..runtime.cuda_bench import StepBench
@@ -170,11 +176,13 @@ def _run(output, each, model, tp, rank, layers, rows, sequences, context, kv_cac
 
     result, bench = Result(output), StepBench(cfg, tp, rank, kv_cache_dtype, specialized=decode_backend == LATENCY_SPECIALIZED)
     probes = [Probes(n, round(us * bench.cycles_a_us)) for n in experts or (0,) for us in hop_delay_us]
-    bench.compile(rows, probes)
+    bench.compile(rows, probes + traced.probes)
     document = {"steps": [], "stages": [], "skipped": []}
     for probe in probes:
         for tokens in context:
             _context(bench, probe, tokens, shapes, top_k, each, document)
+    if traced and document["steps"]:
+        traced.write(bench, *shapes[0], max(context[0], shapes[0][1]))
     result.document(document | {"model": model, "layers": cfg.num_hidden_layers} | surroundings(bench.device), indent=1)
     result.close()
 

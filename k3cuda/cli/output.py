@@ -118,10 +118,10 @@ def finish_streams() -> None:
 
 
 class Result:
-    """Where the result goes: stdout, or the file of --output."""
+    """Where the result goes: stdout, or the file of `flag`."""
 
-    def __init__(self, path: str | None = None):
-        self._path, self._file, self._last = path, None, ""
+    def __init__(self, path: str | None = None, flag: str = "--output"):
+        self._path, self._flag, self._file, self._last = path, flag, None, ""
         if path is not None:
             self._open("a").close()   # a path that can't be written is told before a model is loaded
 
@@ -129,7 +129,7 @@ class Result:
         try:
             return open(self._path, mode, encoding="utf-8", errors="backslashreplace")
         except OSError as e:
-            raise click.BadParameter(f"{self._path}: {e.strerror}", param_hint="--output") from e
+            raise click.BadParameter(f"{self._path}: {e.strerror}", param_hint=self._flag) from e
 
     def write(self, text: str) -> None:
         """Raises ReaderGone where nobody reads any more, OutOfMemory where the disk is full."""

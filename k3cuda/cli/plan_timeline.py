@@ -1,17 +1,14 @@
 """What `k3cuda plan --timeline` prints and draws: the predicted course of the step in one launch."""
-import html
-
 import numpy as np
 
+from ..bench.bars import Bar, picture
 from ..dataflow import distinct_experts
 from ..phases import ARRANGEMENTS
 from ..schedule import build
 from ..timeline import Timeline, floor_us, simulate
+from .bench_trace import PERIOD
 
-PERIOD = 4                  # three layers of KDA and one of latent attention
 TB_S = 4.48                 # what one H200 reads: docs/megakernel.md
-_PIXELS, _BLOCK = 1200, 4   # of a picture: its width, and the height of one block's line
-_HUES = 47                  # degrees between the colours of neighbouring phases
 
 
 def report(plan, rows: int, context: int, experts: float | None) -> tuple[str, str]:
@@ -41,21 +38,8 @@ def report(plan, rows: int, context: int, experts: float | None) -> tuple[str, s
 
 
 def _picture(schedule, timeline: Timeline, layers: range, title: str) -> str:
-    """A line a block, time to the right: a bar from where a phase may begin to where the block ends its part; blank is waiting."""
+    """A line a block: a bar from where a phase may begin to where the block ends its part."""
     shown = [s for s in timeline.spans if schedule.phases[s.phase].layer in layers]
-    begin, end = shown[0].ready, shown[-1].end
-    x = lambda t: round((t - begin) / (end - begin) * _PIXELS, 1)
-    names = list(dict.fromkeys(schedule.phases[s.phase].name for s in shown))
-    colour = {name: f"hsl({i * _HUES % 360},60%,55%)" for i, name in enumerate(names)}
-    height = schedule.grid.sms * _BLOCK
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{_PIXELS}" height="{height + 60}" font-family="sans-serif" font-size="12">',
-           f'<text x="0" y="14">{html.escape(title)}</text>',
-           f'<text x="0" y="{height + 36}">layers {layers[0]} to {layers[-1]}, {end - begin:.1f} microseconds, a line a block</text>']
-    for span in shown:
-        name = schedule.phases[span.phase].name
-        for block in np.flatnonzero(~np.isnan(timeline.ends[span.phase])):
-            width = x(timeline.ends[span.phase][block]) - x(span.ready)
-            out.append(f'<rect x="{x(span.ready)}" y="{20 + block * _BLOCK}" width="{max(width, 0.2):.1f}" height="{_BLOCK - 1}" fill="{colour[name]}"/>')
-    for i, name in enumerate(names):
-        out.append(f'<text x="{i * 100}" y="{height + 54}" fill="{colour[name]}">{html.escape(name)}</text>')
-    return "\n".join([*out, "</svg>"]) + "\n"
+    bars = (Bar(int(block), span.ready, float(timeline.ends[span.phase][block]), schedule.phases[span.phase].name)
+            for span in shown for block in np.flatnonzero(~np.isnan(timeline.ends[span.phase])))
+    return picture(bars, schedule.grid.sms, title, f"layers {layers[0]} to {layers[-1]}, {shown[-1].end - shown[0].ready:.1f} microseconds, a line a block")

@@ -84,10 +84,6 @@ template <class K, class Block, class Producer> constexpr bool has_weights(long)
 
 constexpr int kReceiveBatch = K3_RECEIVE_BATCH;   // vectors that a thread asks for at once; launch_source.py defines it
 
-// Of a phase in a block: it begins, its input is here, its units are done, its slot was clean; what it cleared is clean everywhere; the producer came to it
-// and issued its last copy. kStamps is launch_source.py's STAMPS.
-enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kLastCopy, kStamps };
-
 constexpr int kMaxKinds = 32;
 struct LaunchArgs {
   const u64* weights;      // [phase]: where its packed weights lie; a LaunchTokens, LaunchMix, KdaMix, LaunchMla, LaunchChoice or the router's bias of other phases
@@ -98,7 +94,7 @@ struct LaunchArgs {
   uint4* exchange;         // [slot][slot_vectors], all kNotThere between launches
   uint4* result;           // [rows][row of the last phase]: of a step its logits
   uint4* record;           // [phase][row][vector], what every phase makes; null: not kept
-  u64* stamps;             // [block][phase][kStamps] nanoseconds (LaunchStamp); null: not kept
+  const LaunchStamps* stamps;   // null: not kept
   LaunchCounts* counts;
   const LaunchPeer* peers;   // [rank]; null: a rank alone
   Watch watch;

@@ -52,6 +52,10 @@ struct LaunchBlock : LaunchRanks<S> {
       for (int i = 0; i < S::kBarriers; ++i) barrier_init(heard(i), i < S::kInboxes ? 1 : kConsumers);
       barrier_fence_init();
       state.received = state.cleaned = state.chosen = state.ended = state.late.what = 0;
+#if K3_STAMPED
+      state.stamps = a.stamps ? *a.stamps : LaunchStamps{};
+      compare_clocks(0);
+#endif
       for (int i = 0; i < kProducers; ++i) state.produced[i] = S::Pages::kFirst;
       ((LaunchArgs*)(smem + S::kArgsAt))->watch.late = &state.late;
     }
@@ -84,7 +88,14 @@ struct LaunchBlock : LaunchRanks<S> {
       else S::Kinds::visit(geometry(p).code, [&](auto kind) {
         if constexpr (has_weights<decltype(kind), LaunchBlock, decltype(producer)>(0)) decltype(kind)::produce(*this, producer, p, w, phase);
       });
-      if (producer.source.count) producer.copies(phase);
+      u32 brought = 0;   // by this lane
+      if (producer.source.count)
+        producer.copies(phase, [&](int i, u32 bytes) {
+          stamp(phase, kFirstCopy, i == 0);
+          brought += bytes;
+          issued(phase, bytes);
+        });
+      copied(phase, brought);
       if (producer.issued > before) stamp(phase, kLastCopy, lane_id() == 0);
       next = state.produced[producer.number], next = pages.behind(ProgramPhase(pages.words(next)), next);   // found anew: not kept meanwhile
     }
@@ -112,7 +123,35 @@ struct LaunchBlock : LaunchRanks<S> {
 
   // The last time of those who are `mine`.
   K3_DEVICE void stamp(int phase, LaunchStamp which, bool mine = threadIdx.x == 0) const {
-    if (K3_PROBED && a.stamps && mine) atomicMax(a.stamps + (size_t(rank_block()) * a.phases + phase) * kStamps + which, device_ns());
+    if (K3_STAMPED && mine)
+      if (u64* to = stamped(phase)) atomicMax(to + which, own_clock());
+  }
+  // By one thread, when the launch begins (0) and when it ends (1).
+  K3_DEVICE void compare_clocks(int when) const {
+#if K3_STAMPED
+    if (!state.stamps.phases) return;
+    u64* to = state.stamps.clocks + (rank_block() * 2 + when) * 2;
+    to[0] = clock_ns(), to[1] = own_clock();
+    if (when == 0) state.began = to[1];
+#endif
+  }
+  K3_DEVICE void issued(int phase, u32 bytes) const {
+#if K3_STAMPED
+    if (const u64 bin = (own_clock() - state.began) / kIssueCycles; stamped(phase))
+      atomicAdd(state.stamps.issued + size_t(rank_block()) * kIssueBins + (bin < kIssueBins ? int(bin) : kIssueBins - 1), bytes);
+#endif
+  }
+  // By a thread that has brought so many bytes more.
+  K3_DEVICE void copied(int phase, u32 bytes) const {
+    if (K3_STAMPED && bytes)
+      if (u64* to = stamped(phase)) atomicAdd(to + kCopied, u64(bytes));
+  }
+  K3_DEVICE u64* stamped(int phase) const {
+#if K3_STAMPED
+    const LaunchStamps& s = state.stamps;
+    if (u32(phase - s.first) < u32(s.phases)) return s.words + (size_t(rank_block()) * s.phases + (phase - s.first)) * kStamps;
+#endif
+    return nullptr;
   }
 
   // ---- what kinds of phases are made of ----
@@ -273,8 +312,12 @@ K3_DEVICE void launch_consume(u8* smem) {
 template <class S>
 K3_DEVICE void launch_run(const LaunchArgs& a, u8* smem) {
   LaunchBlock<S>(smem).begin(a);
-  if (Me().warp == kJanitor) tidy(LaunchBlock<S>(smem + unknown_zero()));   // found anew: not kept from the start
-  else {
+  if (Me().warp == kJanitor) {
+    tidy(LaunchBlock<S>(smem + unknown_zero()));   // found anew: not kept from the start
+#if K3_STAMPED
+    if (Me().lane == 0) LaunchBlock<S>(smem).compare_clocks(1);
+#endif
+  } else {
     if (Me().warp < kConsumers) launch_consume<S>(smem);
     else LaunchBlock<S>(smem + unknown_zero()).produce();
     __syncwarp();

@@ -90,6 +90,7 @@ struct LaunchExpertUp {
     block.ring.give(copy, kConsumers * kWarpLeaves / kCopyLeaves, block.me);
     const Me me;   // again: not kept meanwhile
     const int group = me.warp / kUnitWarps, own = me.warp % kUnitWarps, phase = block.phase_now();
+    block.stamp(phase, kProductsDone, me.lane == 0);
     met(block, block.added(group, turn), turn / 2 & 1 ^ 1, phase, turn);
     float* partial = block.partial(turn) + group * kUnitWarps * S::kTokens * kSumStride;   // [tile][warp][token][row]
     K3_UNROLL
@@ -261,6 +262,7 @@ struct LaunchExpertDown {
         block.ring.give(block.counts.copies + turn, in_copy ? 1 : kConsumers - (taken - 1), block.me);
       }
       block.counts.copies += (entries + own.per - 1) / own.per;
+      block.stamp(phase, kProductsDone, block.me.lane == 0);
       warps_sync(kAllConsumers, kAll);
       const LaunchTarget target(block, p, phase, own.first);
 #pragma unroll 1

@@ -132,6 +132,7 @@ struct LaunchMlaAttend : LaunchInMemory {
   template <class Block>
   static K3_DEVICE void attend(const Block& block, int phase) {
     Room& r = room(block);
+    block.stamp(phase, kFirstCopy);
     const LaunchAttending<S> by(r, block.a.watch, phase);
     mla_attend<S>(r.a, r.m, [&] {
       if (by.warp()) return;
@@ -150,6 +151,12 @@ struct LaunchMlaAttend : LaunchInMemory {
     }
     team.sync();
     block.finished(phase);
+    if (K3_STAMPED && team.thread() == 0) {   // pages have a ring of their own
+      const MlaWork& work = room(block).m.work;
+      u32 pieces = 0;
+      for (int i = rank_block(); i < mla_items(work); i += blocks_of_rank()) pieces += mla_item_pieces(mla_item<S::kHeads>(work, i));
+      block.stamp(phase, kProductsDone), block.stamp(phase, kLastCopy), block.copied(phase, pieces * S::kPiece);
+    }
     if (team.thread() == 0) {
       __threadfence();
       block.publish(p, phase, 0, rank_block(), {0, 0, 0, 0}, 0, 0, 1);

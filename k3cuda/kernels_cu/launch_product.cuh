@@ -138,6 +138,7 @@ struct LaunchUnits {
       if (more) {
         float c[4];
         leaf_chain<S::kTokens>(c, block.ring, copies + u * unit_copies, leaf, x + u * own_x, steps, chunks, copy_shift, next, block.me, block.a.watch, phase);
+        block.stamp(phase, kProductsDone, block.me.lane == 0);
         store(c, turns);
         if (is_shared) anew().tell(turns);
       }

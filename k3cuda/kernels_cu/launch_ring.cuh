@@ -66,14 +66,16 @@ struct Watch {
   }
 };
 
-// The clock in units of 1,024 ns, which turns over after an hour.
-K3_DEVICE u32 spin_clock() {
+// Nanoseconds of a clock that also goes on under the shim.
+K3_DEVICE u64 clock_ns() {
 #ifdef K3_HOST_SHIM
-  return u32(shim_clock_ns() >> 10);
+  return shim_clock_ns();
 #else
-  return u32(device_ns() >> 10);
+  return device_ns();
 #endif
 }
+// The clock in units of 1,024 ns, which turns over after an hour.
+K3_DEVICE u32 spin_clock() { return u32(clock_ns() >> 10); }
 
 // One wait: turn() after every look that found nothing.
 struct Spin {
@@ -182,6 +184,29 @@ K3_DEVICE int blocks_of_rank() {
 
 constexpr int kMaxRows = 8;   // of a launch
 
+// Of a phase in a block: it begins, its input is here, its units are done and handed over, its slot was clean; what it cleared is clean everywhere; the producer
+// came to it, issued its first copy and its last; its last product is done, before sums and stores; and the bytes that were copied, which are no time.
+// launch_source.py has these names.
+enum LaunchStamp { kBegins, kInputHere, kUnitsDone, kSlotClean, kCleared, kProduces, kFirstCopy, kLastCopy, kProductsDone, kCopied, kStamps };
+// Where they go: [block][phase from `first` on, `phases` of them][kStamps], by the multiprocessor's own clock, which costs less to ask, but for the bytes; 0: it did
+// not happen. clocks: [block][begin, end of the launch][nanoseconds, that clock], from which the host has all of them in nanoseconds. issued: [block][kIssueBins] bytes of these
+// phases whose copies into the ring were issued in each kIssueCycles of that clock since the launch began; the last has all that came later.
+constexpr int kIssueBins = 32768, kIssueCycles = 1024;   // 17 ms of an H200; launch_source.py has them too
+struct LaunchStamps {
+  u64 *words, *clocks;
+  u32* issued;
+  int first, phases;
+};
+K3_DEVICE u64 own_clock() {
+#ifdef K3_HOST_SHIM
+  return shim_clock_ns();
+#else
+  u64 t;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(t) :: "memory");
+  return t;
+#endif
+}
+
 // What the warps of a block tell each other, and what they know of the step's rows.
 struct LaunchState {
   volatile u32 received;   // phases whose input this block has read
@@ -190,6 +215,10 @@ struct LaunchState {
   volatile u32 produced[kProducers];   // where in shared memory the words of each producer's phase lie
   u32 ended;               // warps that have nothing to wait for any more, but the janitor
   LateWait late;
+#if K3_STAMPED
+  LaunchStamps stamps;
+  u64 began;               // by own_clock
+#endif
   int live;                // rows that choose experts: those behind them are padding
   int place[kMaxRows];     // of a row's among those whose logits are wanted; -1: they are not
 };
@@ -279,7 +308,9 @@ struct LaunchProducer {
     for (Spin spin; ring.issued[slot] != n + 1 - Ring::kSlots || !barrier_try(ring.empty + slot, n / Ring::kSlots & 1 ^ 1);) spin.turn(watch, kWaitRoom, phase, n, K3_PRODUCER_LIMITS);
   }
 
-  K3_DEVICE void copies(int phase) {
+  // issued_copy(i, bytes) behind each of this warp's.
+  template <class Issued>
+  K3_DEVICE void copies(int phase, Issued&& issued_copy) {
     const LaunchSource& s = source;
     const u32 back = max_of(1, window / s.bytes / kProducers) * kProducers;
 #pragma unroll 1
@@ -297,6 +328,7 @@ struct LaunchProducer {
 #pragma unroll 1
           for (int j = 0; j < parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, j ? s.entry(i, j) : from, s.each, ring.full + slot);
           ring.issued[slot] = n + 1;
+          issued_copy(i, parts * s.each);
         }
         __syncwarp();
         if (!__any_sync(kFullWarp, lane < lane_id() && i < s.count)) break;

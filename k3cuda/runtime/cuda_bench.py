@@ -18,6 +18,7 @@ import numpy as np
 from ..config import DECODE_ROWS, K3Config
 from ..emit import NO_PROBES, Probes, follows_collective
 from ..errors import BenchmarkError, CompileError, OutOfMemory, PlanError
+from ..launch_trace import LaunchTrace
 from ..plan import Op, build_plan
 from .cuda_backend import CudaBackend
 from .cuda_bench_checks import check_experts, check_step, check_time, other_bucket, same_step
@@ -26,6 +27,7 @@ from .cuda_driver import explained, open_device
 from .cuda_kernels import bucket_of, compile_bucket, side_by_side
 from .cuda_synthetic import Filler, synthetic_draft, synthetic_weights
 from .cuda_timing import Timer
+from .cuda_trace import Traced
 from .drafting import Drafting
 from .launch_program import BUCKETS, LOOPBACK, compile_launch, misfit
 from .machine import STANDARD
@@ -216,6 +218,15 @@ class StepBench:
         """`outputs` of the placed step, run as it is timed; states stay."""
         self.backend.replay("step", bucket_of(self.rows), single=self.single)
         return self.outputs()
+
+    def traced(self) -> list[Traced] | LaunchTrace:
+        """Times of the placed step, whose backend was opened with Probes(trace=True): of its launches, or of one launch its phases."""
+        memory = self.backend.step_launches.trace(bucket_of(self.rows)) if self.single else self.backend.trace
+        for _ in range(WARM):
+            self.replay()
+        memory.clear()
+        self.replay()
+        return memory.read()
 
     def outputs(self) -> dict[str, np.ndarray]:
         """What the last step left: logits, and the experts of its last layer, which one launch keeps to itself."""

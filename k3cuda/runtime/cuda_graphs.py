@@ -101,6 +101,6 @@ class StepGraphs:
     def replay(self, what: str, bucket: int, half: Half | None = None, single: bool = False) -> None:
         """Launches what `graph` gives, behind all that was launched before. Waits for nothing."""
         graph, launches = self.graph(what, bucket, half, single)
-        if self.trace and what == "step":
+        if self.trace and what == "step" and not single:
             self.trace.names = [(launch.kernel, op.layer) for op, group in launches for launch in group]
         graph.launch(self.stream)

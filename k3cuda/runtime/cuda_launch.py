@@ -20,6 +20,7 @@ from ..plan import Plan
 from .cuda_driver import Device, Launch, Module, check, driver, explanations
 from .cuda_memory import RankMemory
 from .cuda_launch_peers import LaunchPeers
+from .cuda_trace import PhaseMemory
 from .launch_pointers import Places, Pointers
 from .launch_program import (BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, RANK, SCALE, TOO_MANY_ROWS, WAITS, WINDOW, compiled_launch, delayed_hops, launched,
                              misfit, trouble_text)
@@ -38,6 +39,7 @@ class _Built:
     module: Module
     launches: list
     held: tuple
+    trace: PhaseMemory | None
 
 
 @dataclass
@@ -116,6 +118,10 @@ class StepLaunches:
         """For steps of up to so many rows, which `declines` has nothing against: the launch, and what belongs right behind it."""
         return self._made[bucket].launches
 
+    def trace(self, bucket: int) -> PhaseMemory:
+        """Of such a step, of a build that notes times: what it notes of the first rank here."""
+        return self._made[bucket].trace
+
     def hops(self, bucket: int) -> int:
         """Of such a step: how many of its phases a probe of hops lets wait."""
         return delayed_hops(self.plan, self._made[bucket].program) if self._probes.hop_cycles else 0
@@ -170,11 +176,13 @@ class StepLaunches:
         ranks = [self._rank(memory, scale, program) for memory in self.memories]
         first, peers, held = self._peers(program, [places.buffers["logits"] for places, *_ in ranks])
         on_device = cupy.asarray(np.frombuffer(peers, np.uint8))
+        trace = PhaseMemory(program, self._probes.traced_layers) if self._probes.trace else None
         args = (ls.LaunchArgs * len(ranks))()
         for i, (places, _, table) in enumerate(ranks):
             args[i] = self._arguments(program, first + i, peers[first + i], peers=on_device.data.ptr if self._ranks > 1 else 0, weights=table.data.ptr,
                                       programs=words.data.ptr, row_slot=places.buffers["row_slot"], logit_rows=places.buffers["logit_rows"])
             args[i].failed = args[0].failed   # the first of all that fail writes the record
+        args[0].stamps = trace.address if trace else 0
         given = cupy.asarray(np.frombuffer(args, np.uint8))
         argument = ctypes.c_void_p(given.data.ptr) if self._are_here else args[0]
         launches = [Launch(function, len(ranks) * program.grid.sms, threads, [argument], shared=shared_bytes, stream=self.stream, cluster=cluster, cooperative=True)]
@@ -182,7 +190,7 @@ class StepLaunches:
             rows = min(program.rows, self.memories[0].dims["head_rows"])
             launches.append(_Copy(ranks[0][0].buffers["logits"], peers[first].result, self._others.logit_bytes(rows), self.stream))
         cupy.cuda.get_current_stream().synchronize()   # which has written all of it; the backend's does not wait for that one
-        return _Built(program, module, launches, (ranks, words, held, on_device, given))
+        return _Built(program, module, launches, (ranks, words, held, on_device, given), trace)
 
     def _peers(self, program: BlockProgram, logits: list[int]) -> tuple[int, ctypes.Array, tuple]:
         """The first rank here, what each of all gives to the others, and what holds it. `logits`: addresses, of those here."""

@@ -39,8 +39,8 @@ def misfit(plan: Plan, ranks: str, probes: Probes = NO_PROBES) -> str | None:
         return "the MLA cache is split over ranks: one launch reads a whole one"
     if plan.tp > 1 and ranks not in (LOOPBACK, VIRTUAL, PEER):
         return "the ranks' memory is not mapped: one launch writes what it makes into that of all"
-    if probes.forced_experts or probes.trace:
-        return "a benchmark's forced experts and traces are built into the standard path's kernels alone"
+    if probes.forced_experts:
+        return "a benchmark's forced experts are built into the standard path's kernels alone"
     return None
 
 
@@ -57,7 +57,7 @@ def launch_source(plan: Plan, program: BlockProgram, ranks_here: bool = False, p
     a GPU approximates is no host's."""
     scale = f"rsqrtf(float({plan.cfg.dims()['mla_qk_head_dim']})) * {LOG2_E}f"
     hops = {"hop_kinds": hop_kinds(plan, program), "hop_cycles": probes.hop_cycles} if probes.hop_cycles else {}
-    return source(program, name=KERNEL, ranks_here=ranks_here, **hops) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
+    return source(program, name=KERNEL, ranks_here=ranks_here, stamped=probes.trace, **hops) + f'extern "C" __global__ void {SCALE}(float* to) {{ *to = {scale}; }}\n'
 
 
 def delayed_hops(plan: Plan, program: BlockProgram) -> int:

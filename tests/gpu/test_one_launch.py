@@ -11,13 +11,15 @@ pytest.importorskip("cupy", reason="CuPy holds the device's memory; install k3cu
 from lost_result import said_of_loss  # noqa: E402
 from models import open_slot, step_rows  # noqa: E402
 from standard import Cuda, same  # noqa: E402
+from trace_checks import check_bytes, check_parts  # noqa: E402
 
 from k3cuda.cli.model_argument import config_of  # noqa: E402
 from k3cuda.config import DECODE_ROWS  # noqa: E402
 from k3cuda.emit import Probes  # noqa: E402
+from k3cuda.launch_trace import phases_of  # noqa: E402
 from k3cuda.plan import build_plan  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
-from k3cuda.runtime.cuda_bench_checks import RECORDS  # noqa: E402
+from k3cuda.runtime.cuda_bench_checks import RECORDS, same_step  # noqa: E402
 from k3cuda.runtime.cuda_driver import open_device  # noqa: E402
 from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
 from k3cuda.runtime.launch_program import BUCKETS, TOO_MANY_ROWS, compile_launch  # noqa: E402
@@ -120,6 +122,20 @@ def test_first_layers_of_the_release(release, rows, context):
     found = release.step()
     assert found["decode_backend"] == LATENCY_SPECIALIZED and found["declined"] is None
     assert set(found["checks"]["same_bytes_left"]) == {*RECORDS, "mla_cache"}
+
+
+def test_a_step_that_notes_times_has_the_bytes_of_one_that_does_not(release):
+    """And a whole trace of the layers that it was asked for, of both sorts."""
+    for rows in (1, 8):
+        release.open(1, 64)
+        release.place(1, rows, 60)
+        want = release.replay()
+        release.open(1, 64, Probes(trace=True, traced_layers=range(2, 6)))
+        release.place(1, rows, 60)
+        trace = release.traced()
+        same_step(release.outputs(), want, "with stamps")
+        check_parts(trace, phases_of(trace.program, range(2, 6)))
+        check_bytes(trace, release.cfg, cache_bytes=1)
 
 
 def test_a_slower_link_is_felt_at_every_hop(release):

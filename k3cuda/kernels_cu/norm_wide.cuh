@@ -1,4 +1,4 @@
-// norm_core.cuh for steps of more than a cluster a row is good for: the same sums, so the same bytes, with a block a row and a warp a chunk of the
+// norm_core.cuh for steps of more rows than clusters are good for: the same sums, so the same bytes, with a block a row and a warp a chunk of the
 // tree. Closed blocks are needed twice, for their scores and for their weighted sum. Some stay in shared memory, where bulk copies bring them, some in
 // registers; what finds no room there comes from the L2 the second time. No cluster, so nobody waits for another block.
 #pragma once

@@ -27,7 +27,8 @@ COMMITS = ((1, 2), (2, 2), (4, 2), (4, 2, 256), (1, 4, 256, 2))
 MIDDLE, PARTS_OF_ROWS = ck.kda_rows(), 22
 NORMS = ((HIDDEN, 16, PARTS, 8, 16, 448), (HIDDEN, 16, PARTS, 8, 8, 448), (HIDDEN, 16, PARTS, 8, 8, 896), (HIDDEN, 16, PARTS, 8, 16, 224),
          *((HIDDEN, 16, parts, 8, *s) for parts in (PARTS, 1) for s in ((8, 448, 2), (8, 256, 3), (8, 256, 4), (4, 448, 2), (2, 448, 1))),
-         (HIDDEN, 16, 1, 8, 16, 448), (HIDDEN, 16, 1, 8, 8, 448), (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448),
+         (HIDDEN, 16, 1, 8, 16, 448), (HIDDEN, 16, 1, 8, 8, 448), (HIDDEN, 16, 1, 8, 1, 0), (HIDDEN, 16, 1, 8, 1, 0, 2),
+         (LATENT, 16, PARTS, 0, 16, 224), (LATENT, 16, PARTS, 0, 8, 448),
          *((LATENT, 16, parts, 0, 8, 256) for parts in (PARTS, 1)))
 ROUTES = (128, 256, 512)   # threads
 LISTS = ((8, 384), (64, 384), (64, 1024), (256, 1024))

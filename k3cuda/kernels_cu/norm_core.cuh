@@ -61,14 +61,15 @@ K3_DEVICE float leaf_dot(const float* a, const float* b, const Team& team = {}) 
 }
 
 // Elements from `at` on of [rows][n]: the ranks' parts, then what was there.
-template <class S, int kVector = 1>
+template <class S, int kVector = 1, bool kOnce = false>
 K3_DEVICE Neighbours<float, kVector> joined(const NormRow& a, size_t at) {
   typedef Neighbours<float, kVector> V;
-  V sum = a.hidden ? *(const V*)(a.hidden + at) : V{};
+  auto get = [](const float* p) { if constexpr (kOnce && kVector == 1) return V{load_once(p)}; else return *(const V*)p; };
+  V sum = a.hidden ? get(a.hidden + at) : V{};
   if (!a.parts) return sum;
   V part[S::kParts];
   K3_UNROLL
-  for (int k = 0; k < S::kParts; ++k) part[k] = *(const V*)(a.parts + size_t(k) * a.part_rows * S::kN + at);
+  for (int k = 0; k < S::kParts; ++k) part[k] = get(a.parts + size_t(k) * a.part_rows * S::kN + at);
   K3_UNROLL
   for (int i = 0; i < kVector; ++i) {
     const float parts = tree_sum<S::kParts>(&part[0].v[i], kVector);

@@ -286,12 +286,36 @@ K3_DEVICE uint2 load_activations(const uint2* p) {
   return v;
 #endif
 }
+// One of many that a thread reads once: it passes by L1, where what every row needs stays.
+K3_DEVICE float load_once(const float* p) {
+#ifdef K3_HOST_SHIM
+  return *p;
+#else
+  return __ldcg(p);
+#endif
+}
 
 // ---- fixed trees inside a warp: neighbours first, the same order whatever the data ----
 K3_DEVICE float warp_sum(float v) {
   K3_UNROLL
   for (int d = 1; d < kWarpSize; d *= 2) v += __shfl_xor_sync(kFullWarp, v, d);
   return v;
+}
+// warp_sum of kCount (a power of two) values at once, the same bytes: of value l % kCount in lane l. As long as there are several, lanes share them out.
+template <int kCount>
+K3_DEVICE float warp_sums(const float (&v)[kCount], int d = 1) {
+  if constexpr (kCount == 1) {
+    float sum = v[0];
+    K3_UNROLL
+    for (; d < kWarpSize; d *= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
+    return sum;
+  } else {
+    float half[kCount / 2];
+    const bool odd = lane_id() & d;
+    K3_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) half[i] = (odd ? v[2 * i + 1] : v[2 * i]) + __shfl_xor_sync(kFullWarp, odd ? v[2 * i] : v[2 * i + 1], d);
+    return warp_sums(half, 2 * d);
+  }
 }
 K3_DEVICE float warp_max(float v) {
   K3_UNROLL

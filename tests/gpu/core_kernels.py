@@ -89,10 +89,11 @@ def kda_commit(split, cols, threads=0, min_blocks=1):
 
 
 def norm_row(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
-    """`threads` 0: the kernel of wide steps, a block a row."""
+    """`threads` 0: the kernel of a block a row, of steps with few rows where `min_blocks` is 1."""
     if not threads:
-        return _kernel(f"wide_norm_{n}_{parts}_{blocks}", f"WideNormShape<{n}, {leaves}, {parts}, {blocks}>",
-                       f"__shared__ WideNormSmem<S> m;\n  wide_norm_row<S>(a, m, blockIdx.x, {READY});", leaves * 32, 1, "NormRow a")
+        return _kernel(f"wide_norm_{n}_{parts}_{blocks}_{min_blocks}", f"WideNormShape<{n}, {leaves}, {parts}, {blocks}, {str(min_blocks == 1).lower()}>",
+                       f"K3_DYN_SMEM(unsigned char, raw);\n  wide_norm_row<S>(a, *(WideNormSmem<S>*)raw, blockIdx.x, {READY});", leaves * 32, 1, "NormRow a",
+                       min_blocks)
     body = ("K3_DYN_SMEM(unsigned char, raw);\n  norm_row<S>(a, *(NormSmem<S>*)raw, blockIdx.x / S::kCluster, blockIdx.x % S::kCluster, "
             f"{READY});")
     return _kernel(f"norm_{n}_{parts}_{blocks}_{cluster}_{threads}_{min_blocks}", f"NormShape<{n}, {leaves}, {parts}, {blocks}, {cluster}, {threads}>", body,
@@ -100,9 +101,9 @@ def norm_row(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
 
 
 def norm_shared(n, leaves, parts, blocks, cluster, threads, min_blocks=1):
-    """Bytes of NormSmem that are not static."""
+    """Bytes of NormSmem, and at least those of WideNormSmem."""
     if not threads:
-        return 0
+        return (228 // min_blocks - 1) * 1024
     own = n // cluster
     return 4 * (max(blocks, 2) * own + (own if blocks else 1) + leaves * 20) + 24
 

@@ -9,8 +9,8 @@ F32, EPS = np.float32, 1e-5
 # (n, leaves, parts, closed blocks at most, blocks a row, threads): hidden and latent of TP16, one rank, and the small model's.
 SHAPES = ((7168, 16, 16, 8, 16, 448), (7168, 16, 16, 8, 8, 448), (7168, 16, 16, 8, 8, 896), (7168, 16, 1, 8, 16, 448), (7168, 16, 16, 8, 16, 224),
           (3584, 16, 16, 0, 8, 448), (3584, 16, 16, 0, 16, 224), (3584, 16, 16, 0, 1, 512), (128, 8, 2, 2, 1, 128), (128, 8, 2, 2, 8, 32),
-          (64, 4, 2, 0, 2, 32), (64, 4, 2, 0, 1, 64), (7168, 16, 16, 8, 1, 0), (7168, 16, 1, 8, 1, 0), (128, 8, 2, 2, 1, 0),   # of wide steps
-          (7168, 16, 16, 8, 8, 256))
+          (64, 4, 2, 0, 2, 32), (64, 4, 2, 0, 1, 64), (7168, 16, 16, 8, 1, 0, 2), (7168, 16, 1, 8, 1, 0, 2), (128, 8, 2, 2, 1, 0, 2),   # of wide steps
+          (7168, 16, 16, 8, 8, 256), (7168, 16, 16, 8, 1, 0), (7168, 16, 1, 8, 1, 0))   # a block a row, of few rows
 KERNELS = {s: ck.norm_row(*s) for s in SHAPES}
 # One rounding to BF16 is 1.7e-3 in L2.
 F32_LIMIT, BF16_LIMIT = 1e-6, 3e-3
@@ -71,14 +71,15 @@ def test_matches_float64(cores, shape, rows):
 
 
 @pytest.mark.parametrize("a, b", [(SHAPES[0], s) for s in (SHAPES[1], SHAPES[2], SHAPES[4], SHAPES[15])] + [(SHAPES[5], SHAPES[6]), (SHAPES[5], SHAPES[7]),
-                                  (SHAPES[8], SHAPES[9]), (SHAPES[10], SHAPES[11]), (SHAPES[0], SHAPES[12]), (SHAPES[3], SHAPES[13]), (SHAPES[8], SHAPES[14])])
+                                  (SHAPES[8], SHAPES[9]), (SHAPES[10], SHAPES[11]), (SHAPES[0], SHAPES[12]), (SHAPES[3], SHAPES[13]), (SHAPES[8], SHAPES[14]),
+                                  (SHAPES[0], SHAPES[16]), (SHAPES[3], SHAPES[17])])
 def test_bytes_do_not_depend_on_spread(cores, a, b):
     case = Rows(a, 5)
     blocks = max(a[3] - 1, 0)
     same(case.run(cores, a, num_blocks=blocks), case.run(cores, b, num_blocks=blocks))
 
 
-@pytest.mark.parametrize("shape", (SHAPES[0], SHAPES[5], SHAPES[8], SHAPES[13]))
+@pytest.mark.parametrize("shape", (SHAPES[0], SHAPES[5], SHAPES[8], SHAPES[13], SHAPES[17]))
 def test_row_alone_and_beside_nan(cores, shape):
     blocks = shape[3] and shape[3] - 1
     many = Rows(shape, 64, seed=4)
@@ -97,7 +98,7 @@ def test_row_alone_and_beside_nan(cores, shape):
         assert np.isnan(v[dead].astype(F32)).all()
 
 
-@pytest.mark.parametrize("shape", (SHAPES[0], SHAPES[12]))
+@pytest.mark.parametrize("shape", (SHAPES[0], SHAPES[12], SHAPES[16]))
 def test_snapshot_closes_the_block_and_empties_hidden(cores, shape):
     case = Rows(shape, 3)
     plain, closing = case.run(cores, shape, num_blocks=2), case.run(cores, shape, num_blocks=2, snapshot=True)

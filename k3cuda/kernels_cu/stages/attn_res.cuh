@@ -7,12 +7,11 @@
 namespace stage {
 
 // A cluster of blocks a row, or a block a row where there are many.
-template <int kParts, int kSize, int kLeaves, int kBlocks, bool kIsWide = (kRows > kDecodeRows)>
+template <int kParts, int kSize, int kLeaves, int kBlocks, bool kIsWide = (kRows > 16)>
 struct MixStage : StageDefaults {
   static constexpr int kSpread = min_of(kLeaves, 8);   // blocks a row
-  static constexpr bool kMany = kRows > 16;             // more blocks than SMs: registers for several side by side
-  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, kMany ? 256 : 14 * kWarpSize> Shape;
-  static constexpr int kResident = kMany ? 4 : 1, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
+  typedef NormShape<kSize, kLeaves, kParts, kBlocks, kSpread, 14 * kWarpSize> Shape;
+  static constexpr int kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
   static __device__ void row(const NormRow& a) {
     K3_DYN_SMEM(u8, smem);
     grid_launch_next();
@@ -22,12 +21,12 @@ struct MixStage : StageDefaults {
 template <int kParts, int kSize, int kLeaves, int kBlocks>
 struct MixStage<kParts, kSize, kLeaves, kBlocks, true> : StageDefaults {
   static constexpr int kSpread = 1;
-  typedef WideNormShape<kSize, kLeaves, kParts, kBlocks> Shape;
-  static constexpr int kThreads = Shape::kThreads, kResident = Shape::kResident;
+  typedef WideNormShape<kSize, kLeaves, kParts, kBlocks, (kRows <= kDecodeRows)> Shape;
+  static constexpr int kThreads = Shape::kThreads, kResident = Shape::kResident, kSmem = sizeof(WideNormSmem<Shape>);
   static __device__ void row(const NormRow& a) {
-    __shared__ WideNormSmem<Shape> smem;
+    K3_DYN_SMEM(u8, smem);
     grid_launch_next();
-    wide_norm_row<Shape>(a, smem, blockIdx.x, [] { grid_wait(); });
+    wide_norm_row<Shape>(a, *(WideNormSmem<Shape>*)smem, blockIdx.x, [] { grid_wait(); });
   }
 };
 

@@ -6,14 +6,15 @@
 
 constexpr u32 kTokenFactor = 0x5f805f80u;   // 2^64, twice, in BF16
 
-// Eight weights of one word: four BF16 pairs, a whole A fragment of one k-step.
+// Eight weights of one word: four BF16 pairs, a whole A fragment of one k-step. What both terms of the last pair bring cancels: words are stored so.
 K3_DEVICE uint4 expand_mxfp4(u32 w) {
   constexpr u32 kMask = 0x81c081c0u;
+  const u32 turned = funnel_left(w, w, 22);
   uint4 a;
   a.x = w & kMask;
-  a.y = funnel_left(w, w, 10) & kMask;
+  a.y = turned << 4 & kMask;
   a.z = w << 4 & kMask;
-  a.w = (w << 6 & 0x80c080c0u) | (w >> 2 & 0x01000100u);
+  a.w = (turned ^ turned << 8) & kMask;
   return a;
 }
 

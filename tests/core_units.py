@@ -48,9 +48,14 @@ def of_bf16(bits) -> np.ndarray:
 
 EXPERTS, TOP_K, LATENT, WIDTH = 12, 4, 16 * 3 * 32, 2 * 2 * 32   # 16 leaves of 3 groups up, 2 leaves of 2 groups down; small windows
 MAX_ITEMS = 64 * TOP_K
-EXPERT_SOURCE = (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef ExpertList<{MAX_ITEMS}> list;\n'
-                 "typedef ExpertUpShape<16, 3, list, 8, 8, 16384> up_shape;\n"
-                 f"typedef ExpertDownShape<2, 2, list, 64, {TOP_K}, 4, 2, 8192, 24> down_shape;\nK3_BENCH_EXPERTS(small, 1, 1, up_shape, down_shape)\n")
+
+
+def expert_source(leaves: int = 2) -> str:
+    """Kernels small_up and small_down, w2 with so many leaves."""
+    return (f'#define K3_BENCH_SMS 4\n#include "bench_core.cuh"\ntypedef ExpertList<{MAX_ITEMS}> list;\n'
+            "typedef ExpertUpShape<16, 3, list, 8, 8, 16384> up_shape;\n"
+            f"typedef ExpertDownShape<{leaves}, {WIDTH // 32 // leaves}, list, 64, {TOP_K}, 4, 2, 8192, 24> down_shape;\n"
+            "K3_BENCH_EXPERTS(small, 1, 1, up_shape, down_shape)\n")
 
 
 def wide_expert_source(leaves: int) -> str:

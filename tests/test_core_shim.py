@@ -55,8 +55,10 @@ def test_wide_rows(tmp_path, name, before):
     assert again[:-1].tobytes() == y[:-1].tobytes()
 
 
-def test_experts(tmp_path):
-    library = host.build(u.EXPERT_SOURCE, ["small_up", "small_down"], tmp_path)
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_experts(tmp_path, leaves):
+    """w2 in windows of 24 items, whose sums go on in the next one; of one leaf the last one's are the results."""
+    library = host.build(u.expert_source(leaves), ["small_up", "small_down"], tmp_path)
     case, rows, count = u.ExpertCase(rows=20), [0, 1, 2, 3, 4, 7, 9, 11, 12, 19], ctypes.c_int   # ten rows share expert 0: two entries
     gate_up, total = case.want()
     up, down = np.full((20 * u.TOP_K, 2, u.WIDTH), np.nan, np.float32), np.full((20, u.LATENT), np.nan, np.float32)
@@ -64,8 +66,8 @@ def test_experts(tmp_path):
     _, threads, shared, _ = host.constants(library, "small_up_launch", 4)
     host.launch(library, "small_up", 3, threads, [case.w13, count(u.WIDTH // 16), case.x, count(u.LATENT), count(u.TOP_K), words, up], shared, seed=1)
     _, threads, shared, _ = host.constants(library, "small_down_launch", 4)
-    host.launch(library, "small_down", u.LATENT // 16, threads, [case.w2_packed, count(u.LATENT // 16), case.act, count(u.WIDTH), case.weights,
-                                                                 count(20), words, down], shared, seed=2)
+    host.launch(library, "small_down", u.LATENT // 16, threads, [u.repack.pack_mxfp4(*case.w2, leaves), count(u.LATENT // 16), case.act, count(u.WIDTH),
+                                                                 case.weights, count(20), words, down], shared, seed=2)
     items = [r * u.TOP_K + p for r in rows for p in range(u.TOP_K)]
     assert np.linalg.norm(up[items] - gate_up[items]) < F32_SUMS * np.linalg.norm(gate_up[items])
     assert np.isnan(np.delete(up, items, axis=0)).all()

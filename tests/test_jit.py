@@ -58,7 +58,7 @@ def test_row_core_has_no_spills_and_uses_the_machine(arch, nt):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_expert_core_has_no_spills_and_uses_the_machine(arch):
-    compiled = compile_cuda(u.EXPERT_SOURCE, arch, strict=True)
+    compiled = compile_cuda(u.expert_source(), arch, strict=True)
     assert all(r.spills == r.stack == 0 for r in compiled.resources().values())
     if NVDISASM is None:
         pytest.skip("nvdisasm isn't installed: pip install 'k3cuda[test]'")

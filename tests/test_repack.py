@@ -54,21 +54,14 @@ def test_mxfp4_round_trip(experts, rows, leaves, groups):
     assert (again[0] == packed).all() and (again[1] == scale).all()
 
 
-def expand(word: int) -> list[int]:
-    """The nine instructions of the kernel (expand_mxfp4 in kernels_cu/mxfp4.cuh), on Python integers."""
-    m, full = 0x81C081C0, 0xFFFFFFFF
-    rotated = (word << 10 | word >> 22) & full
-    return [word & m, rotated & m, word << 4 & m, word << 6 & 0x80C080C0 | word >> 2 & 0x01000100]
-
-
 def test_mxfp4_word_expands_to_its_values():
     codes = np.random.default_rng(2).integers(0, 16, (500, 4, 2))
     for code in codes:
         word = 0
         for pair in range(4):
             for half in range(2):
-                word |= int(repack.NIBBLE_TABLES[pair, half, code[pair, half]])
-        for pair, register in enumerate(expand(word)):
+                word ^= int(repack.NIBBLE_TABLES[pair, half, code[pair, half]])
+        for pair, register in enumerate(repack.expand(word)):
             for half in range(2):
                 value = np.uint32((register >> 16 * half & 0xFFFF) << 16).view(np.float32)
                 want = E2M1[code[pair, half]]
@@ -76,8 +69,13 @@ def test_mxfp4_word_expands_to_its_values():
 
 
 def test_nibble_tables_fill_a_word():
-    bits = [int(repack.NIBBLE_TABLES[p, h, 1 << b]) for p in range(4) for h in range(2) for b in range(4)]
-    assert sorted(bits) == [1 << i for i in range(32)]
+    """Every word is that of some codes, and of no others."""
+    span = {0}
+    for bit in (int(repack.NIBBLE_TABLES[p, h, 1 << b]) for p in range(4) for h in range(2) for b in range(4)):
+        while bit and (same := next((s for s in span if s.bit_length() == bit.bit_length()), 0)):
+            bit ^= same
+        assert bit
+        span.add(bit)
 
 
 def test_mxfp4_scale_out_of_range():

@@ -42,7 +42,8 @@ CFG = made_config()   # divides over 1 to 16 ranks
 GOOD = {"tp": 2, "source": "m", "source_files": {}, "files": {}, "complete": True, "layout_version": LAYOUT_VERSION, "k3cuda_version": "0"}
 JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(-3, 20), st.integers(), st.text(max_size=5)),
                     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)), max_leaves=6)
-LAYOUT_DIGEST = {1: "ad61b9c817455b44984aa3ca84bdd011a19e13748bbf13c77217097fa1644a5a"}
+LAYOUT_DIGEST = {1: "ad61b9c817455b44984aa3ca84bdd011a19e13748bbf13c77217097fa1644a5a",
+                 2: "0121b6a80a5b11521f3a6bf3c85c502530f501964c392cd95e15124937a1dcb6"}
 
 
 @pytest.fixture(scope="module")

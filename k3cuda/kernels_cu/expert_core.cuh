@@ -35,29 +35,29 @@ K3_DEVICE UnitRun unit_run(int units, int blocks) {
 
 constexpr int aligned16(int n) { return (n + 15) / 16 * 16; }
 
-// A warp's slots for bulk copies whose addresses are known only one at a time. Copy k of the warp goes to slot k % kSlots.
-template <int kSlots, int kBytes>
+// A warp's slots for bulk copies whose addresses are known only one at a time: from `smem` on, their barriers from `barriers` on. kKept: registers are
+// there for where they begin.
+template <int kSlots, int kBytes, bool kKept = true>
 struct CopyRing {
-  u8* slots;
-  u64* full;
-  K3_DEVICE CopyRing(u8* s, u64* bars) : slots(s + warp_id() * kSlots * kBytes), full(bars + warp_id() * kSlots) {
+  u8 *slots, *full;
+  K3_DEVICE CopyRing(u8* smem, u8* barriers) : slots(smem + at<kSlots * kBytes>()), full(barriers + at<kSlots * 8>()) {
     if (lane_id() < kSlots) {
-      barrier_init(full + lane_id(), 1);
+      barrier_init(barrier(lane_id()), 1);
       barrier_fence_init();
     }
     __syncwarp();
   }
-  K3_DEVICE void expect(int k) { barrier_expect(full + k % kSlots, kBytes); }
-  K3_DEVICE void copy(int k, int at, const u8* source, int bytes) { bulk_copy(slots + k % kSlots * kBytes + at, source, bytes, full + k % kSlots); }
-  // One thread; from null it does nothing.
-  K3_DEVICE void fill(int k, const u8* source) {
-    if (!source) return;
-    expect(k);
-    copy(k, 0, source, kBytes);
+  template <int kOwn> static K3_DEVICE int at() { return kKept ? kept(warp_id() * kOwn) : warp_id() * kOwn; }
+  K3_DEVICE u64* barrier(int slot) const { return (u64*)(full + slot * 8); }
+  K3_DEVICE void expect(int slot) { barrier_expect(barrier(slot), kBytes); }
+  K3_DEVICE void copy(int slot, int at, const u8* source, int bytes) { bulk_copy(slots + slot * kBytes + at, source, bytes, barrier(slot)); }
+  K3_DEVICE void fill(int slot, const u8* source) {   // one thread
+    expect(slot);
+    copy(slot, 0, source, kBytes);
   }
-  K3_DEVICE const u8* take(int k) {
-    barrier_wait(full + k % kSlots, k / kSlots & 1);
-    return slots + k % kSlots * kBytes;
+  K3_DEVICE const u8* take(int slot, u32 parity) const {
+    barrier_wait(barrier(slot), parity);
+    return slots + slot * kBytes;
   }
 };
 
@@ -72,7 +72,7 @@ struct ExpertUpShape {
   static constexpr int kLeaves = kLeaves_, kGroups = kGroups_, kTokens = kTokens_, kWK = kWK_, kThreads = kWK * kWarpSize;
   static constexpr int kWarpLeaves = kLeaves / kWK, kLeafBytes = mxfp4_leaf_bytes(kGroups), kChunk = kWarpLeaves * kLeafBytes;
   static constexpr int kTokenTiles = (kTokens + kTokenTile - 1) / kTokenTile;   // they share the expansion of a weight
-  static constexpr int kSlots = max_of(1, min_of(kWarpSize, kRing_ / (kWK * kChunk)));
+  static constexpr int kUnits = max_of(1, min_of(kWarpSize / 2, kRing_ / (2 * kWK * kChunk))), kSlots = 2 * kUnits;   // on their way
   static constexpr int kTokenStride = kTileRows + 4, kPartial = kTokens * kTokenStride;   // floats
   static constexpr int kBuffers = 2;                                                      // units whose leaf sums are on their way
   static constexpr int kBarrierAt = kWK * kSlots * kChunk, kStoredAt = kBarrierAt + kWK * kSlots * 8;
@@ -91,9 +91,10 @@ struct ExpertUpShape {
 template <class S, class MakeList, class Epilogue>
 K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int stride, int top_k, int blocks, u8* smem, MakeList&& make_list,
                                  Epilogue&& epilogue) {
-  CopyRing<S::kSlots, S::kChunk> ring(smem, (u64*)(smem + S::kBarrierAt));
+  constexpr int kTileBytes = S::kWK * S::kChunk;
+  CopyRing<S::kSlots, S::kChunk, S::kTokenTiles == 1> ring(smem, smem + S::kBarrierAt);
   u64 *stored = (u64*)(smem + S::kStoredAt), *taken = stored + S::kBuffers;   // leaf sums of a buffer: all there, and added
-  float* partials = (float*)(smem + S::kPartialAt);                           // [buffer][gate, up][leaf warp][token][row]
+  u8* partials = smem + S::kPartialAt;                                        // [buffer][gate, up][leaf warp][token][row]
   auto& list = *(typename S::List*)(smem + S::kListAt);
   if (threadIdx.x < S::kBuffers) {
     barrier_init(stored + threadIdx.x, S::kWK * kWarpArrivals);
@@ -102,19 +103,29 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
   make_list(list, smem + S::kPartialAt);
   const UnitRun run = unit_run(list.entries * tile_pairs, blocks);
   const int begin = run.begin, end = run.end;
-  auto source = [&](int k) -> const u8* {   // of a tile of this block, counted from its first; null: there is none
-    int at = begin * 2 + k;
-    if (at >= end * 2) return nullptr;
-    int entry = at / (2 * tile_pairs), tile = at - entry * 2 * tile_pairs;
-    return w + size_t((entry_expert(list.entry[entry - list.from]) * 2 * tile_pairs + tile) * S::kWK + warp_id()) * S::kChunk;
+  auto source = [&](int unit) -> const u8* {   // of its gate tile
+    const int entry = unit / tile_pairs;
+    return w + size_t((entry_expert(list.entry[entry - list.from]) * tile_pairs + unit - entry * tile_pairs) * 2 * S::kWK + warp_id()) * S::kChunk;
   };
-  if (lane_id() < S::kSlots) ring.fill(lane_id(), source(lane_id()));
-  __syncwarp();
+  // One or two rows: a block has a unit or two, so its first inputs are not to stand behind all of its copies. Of more rows it makes nothing faster.
+  constexpr int kAtOnce = S::kTokens <= 2 ? 1 : S::kSlots;
+  auto start = [&](int from, int to) {
+    const int slot = lane_id();
+    if (slot >= from && slot < to && begin + slot / 2 < end) ring.fill(slot, source(begin + slot / 2) + slot % 2 * kTileBytes);
+    __syncwarp();
+  };
+  start(0, kAtOnce);
+  // What every tile needs again is kept where registers hold it: made anew it was a sixth of a tile's instructions.
+  auto keep = [](int v) { return S::kTokenTiles == 1 ? kept(v) : v; };
+  auto put_at = [] { return (warp_id() * S::kPartial + lane_id() % 4 * 2 * S::kTokenStride + lane_id() / 4) * 4; };
+  const int kept_put = keep(put_at());
+  const LeafLane here = LeafLane::here(), at = {keep(here.words), keep(here.odd), keep(here.scales)};
   uint4 held[S::kTokenTiles][S::kWarpLeaves * S::kGroups];
 #pragma unroll 1
   for (int turn = 0; begin + turn < end; ++turn) {
-    const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs, at = entry - list.from;
-    const int first = entry_first(list.entry[at]), count = entry_first(list.entry[at + 1]) - first;
+    const int entry = (begin + turn) / tile_pairs, pair = begin + turn - entry * tile_pairs;
+    const u32* own = list.entry + entry - list.from;
+    const int first = entry_first(own[0]), count = entry_first(own[1]) - first;
     if (turn == 0 || pair == 0) {   // another entry
       // Columns beyond the entry's items are the last item's once more: nobody looks at them.
       K3_UNROLL
@@ -124,6 +135,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
         K3_UNROLL
         for (int i = 0; i < S::kWarpLeaves * S::kGroups; ++i) held[n][i] = load_activations(mine + i * 4);
       }
+      if (kAtOnce < S::kSlots && turn == 0) start(kAtOnce, S::kSlots);
       K3_UNROLL
       for (int n = 0; n < S::kTokenTiles; ++n)
         K3_UNROLL
@@ -131,30 +143,30 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
     }
     const int buffer = turn % S::kBuffers;
     const u32 parity = turn / S::kBuffers & 1;
-    float* partial = partials + buffer * 2 * S::kWK * S::kPartial;
+    auto ahead = [&] { return begin + turn + S::kUnits < end ? source(begin + turn + S::kUnits) : nullptr; };
+    const u8* next = S::kTokenTiles == 1 ? ahead() : nullptr;
 #pragma unroll 1
     for (int t = 0; t < 2; ++t) {   // not unrolled: x and one tile fill the registers
       float sum[S::kTokenTiles][4];
-      const int k = 2 * turn + t;
-      const u8* next = source(k + S::kSlots);
-      const u8* weights = ring.take(k);
-      float* to = partial + (t * S::kWK + warp_id()) * S::kPartial + lane_id() / 4;
+      const int slot = turn % S::kUnits * 2 + t;
+      const u8* weights = ring.take(slot, turn / S::kUnits & 1);
       auto put = [&](bool add) {
+        u8* to = partials + (S::kTokenTiles == 1 ? kept_put : put_at()) + (buffer * 2 + t) * (S::kWK * S::kPartial * 4);
         K3_UNROLL
         for (int n = 0; n < S::kTokenTiles; ++n) {
           if (n && count <= n * kTokenTile) break;
           K3_UNROLL
           for (int i = 0; i < 4; ++i) {
-            const int token = n * kTokenTile + lane_id() % 4 * 2 + i % 2;
-            float& at = to[token * S::kTokenStride + i / 2 * 8];
-            if (token < S::kTokens) at = add ? at + sum[n][i] : sum[n][i];
+            const int token = n * kTokenTile + i % 2;   // of this lane's first column
+            float& at = ((float*)to)[token * S::kTokenStride + i / 2 * 8];
+            if (token + lane_id() % 4 * 2 < S::kTokens) at = add ? at + sum[n][i] : sum[n][i];
           }
         }
       };
       if constexpr (S::kTokenTiles == 1) {
-        mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[0], weights, held[0]);
+        mxfp4_leaves<S::kGroups, 0, S::kWarpLeaves>(sum[0], weights, held[0], at);
         __syncwarp();
-        if (lane_id() == 0) ring.fill(k + S::kSlots, next);
+        if (elected() && next) ring.fill(slot, next + t * kTileBytes);
         if (t == 0 && turn >= S::kBuffers) barrier_wait(taken + buffer, parity ^ 1);
         put(false);
       } else {   // x fills the registers: the first leaf's sums wait for the second's in shared memory
@@ -167,7 +179,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
           put(true);
         }
         __syncwarp();
-        if (lane_id() == 0) ring.fill(k + S::kSlots, next);
+        if (elected() && (next = ahead())) ring.fill(slot, next + t * kTileBytes);
       }
     }
     __syncwarp();
@@ -177,7 +189,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       barrier_wait(stored + buffer, parity);
 #pragma unroll 1
       for (int v = i; v < count * kTileRows; v += S::kThreads) {
-        const float* p = partial + v / kTileRows * S::kTokenStride + v % kTileRows;
+        const float* p = (const float*)partials + buffer * 2 * S::kWK * S::kPartial + v / kTileRows * S::kTokenStride + v % kTileRows;
         const float gate = tree_sum<S::kWK>(p, S::kPartial);
         if (S::kTokenTiles > 1) asm volatile("" ::: "memory");   // x fills the registers: not the loads of both at once
         epilogue(list.item[first + v / kTileRows], pair * kTileRows + v % kTileRows, gate, tree_sum<S::kWK>(p + S::kWK * S::kPartial, S::kPartial));

@@ -2,6 +2,16 @@
 #pragma once
 #include "expert_core.cuh"
 
+// A warp's slots, used in turn.
+template <int kSlots>
+struct RingTurn {
+  int slot = 0;
+  u32 parity = 0;
+  K3_DEVICE void pass() {
+    if (++slot == kSlots) slot = 0, parity ^= 1;
+  }
+};
+
 //   kLeaves, kGroups  of this rank
 //   kRows, kTopK      rows of a step at most, experts of each
 //   kTiles            16-row tiles of a block: neighbours, which share the loads of x and lie in one copy where there is one leaf
@@ -34,7 +44,7 @@ template <class S, class MakeList, class Ready, class Epilogue>
 K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int stride, const float* weights, int rows, u8* smem,
                                    MakeList&& make_list, Ready&& ready, Epilogue&& epilogue) {
   constexpr u16 kNone = 0xffff;
-  CopyRing<S::kSlots, S::kChunk> ring(smem, (u64*)(smem + S::kBarrierAt));
+  CopyRing<S::kSlots, S::kChunk> ring(smem, smem + S::kBarrierAt);
   float* results = (float*)(smem + S::kResultAt);    // [position in the list, from the window's first][row of the tiles]
   float* sums = (float*)(smem + S::kSumAt);          // [leaf][row of the step][row of the tiles]
   float* weight = (float*)(smem + S::kWeightAt);     // [row][rank]
@@ -45,28 +55,33 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
   if (tile >= tiles) return;
   for (int i = threadIdx.x; i < items; i += S::kThreads) place[i] = order[i] = kNone;
   make_list(list, smem + S::kResultAt);
-  // This warp's turns: its entries leaf by leaf.
-  const int entries = list.entries, own = entries > warp_id() ? (entries - warp_id() + S::kWarps - 1) / S::kWarps : 0, turns = own * S::kLeaves;
+  // This warp's turns: its entries leaf by leaf. What every turn needs again is kept: made anew it was a fifth of a turn's instructions.
+  const int warp = kept(warp_id()), entries = list.entries, own = entries > warp ? (entries - warp + S::kWarps - 1) / S::kWarps : 0, turns = own * S::kLeaves;
+  const u8 *own_w = kept(w + size_t(tile) * S::kLeaves * S::kLeafBytes), *own_x = kept((const u8*)x + lane_id() % 4 * 16);
+  const int token = kept(lane_id() / 4);
+  const LeafLane here = LeafLane::here(), at = {kept(here.words), here.odd, kept(here.scales)};
   auto leaf_of = [&](int turn) { return S::kLeaves == 1 ? 0 : turn / own; };
-  auto entry_of = [&](int turn) { return warp_id() + (turn - leaf_of(turn) * own) * S::kWarps; };
-  auto issue = [&](int turn) {
+  auto entry_of = [&](int turn) { return warp + (turn - leaf_of(turn) * own) * S::kWarps; };
+  auto issue = [&](int slot, int turn) {
     if (turn >= turns) return;
-    const u8* source = w + (size_t(entry_expert(list.entry[entry_of(turn)])) * tiles * S::kLeaves + leaf_of(turn)) * S::kLeafBytes;
-    ring.expect(turn);
-    if (S::kLeaves == 1 && tile + S::kTiles <= tiles) ring.copy(turn, 0, source + size_t(tile) * S::kLeafBytes, S::kChunk);
+    const u8* source = own_w + u64(entry_expert(list.entry[entry_of(turn)])) * u32(tiles * S::kLeaves * S::kLeafBytes) + leaf_of(turn) * S::kLeafBytes;
+    ring.expect(slot);
+    if (S::kLeaves == 1 && tile + S::kTiles <= tiles) ring.copy(slot, 0, source, S::kChunk);
     else
-      for (int t = 0; t < S::kTiles; ++t)
-        ring.copy(turn, t * S::kLeafBytes, source + size_t(min_of(tile + t, tiles - 1)) * S::kLeaves * S::kLeafBytes, S::kLeafBytes);
+      for (int t = 0; t < S::kTiles; ++t)   // past the last tile that one again
+        ring.copy(slot, t * S::kLeafBytes, source + min_of(t, tiles - 1 - tile) * S::kLeaves * S::kLeafBytes, S::kLeafBytes);
   };
-  auto load_x = [&](uint4 (&to)[S::kGroups], int turn) {
+  struct Inputs { uint4 x[S::kGroups]; int first, last; };   // of a turn: values, and its items
+  auto load = [&](Inputs& to, int turn) {
     if (turn >= turns) return;
-    // Columns beyond the entry's items are the last item's once more: nobody looks at them.
-    const int entry = entry_of(turn), first = entry_first(list.entry[entry]), last = entry_first(list.entry[entry + 1]) - 1;
-    const uint4* mine = (const uint4*)x + (u32(list.item[min_of(first + lane_id() / 4, last)]) * u32(stride) + leaf_of(turn) * S::kGroups * 32) / 8 + lane_id() % 4;
+    const int entry = entry_of(turn);
+    to.first = entry_first(list.entry[entry]), to.last = entry_first(list.entry[entry + 1]) - 1;
+    // Columns beyond the entry's items are the last item's once more.
+    const u8* mine = own_x + u64(list.item[min_of(to.first + token, to.last)]) * u32(stride * 2) + leaf_of(turn) * S::kGroups * 64;
     K3_UNROLL
-    for (int i = 0; i < S::kGroups; ++i) to[i] = load_activations(mine + i * 4);
+    for (int i = 0; i < S::kGroups; ++i) to.x[i] = load_activations((const uint4*)mine + i * 4);
   };
-  if (lane_id() < S::kSlots) issue(lane_id());
+  if (lane_id() < S::kSlots) issue(lane_id(), lane_id());
   __syncwarp();
   for (int i = threadIdx.x; i < list.items; i += S::kThreads) place[list.item[i]] = u16(i);
   __syncthreads();
@@ -80,9 +95,10 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
     weight[row * S::kTopK + rank] = *(volatile const float*)(weights + i);
   }
   ready();
-  uint4 next[S::kGroups];
+  Inputs next;
+  RingTurn<S::kSlots> in_ring;
   int turn = 0;
-  load_x(next, turn);
+  load(next, turn);
 #pragma unroll 1
   for (int leaf = 0; leaf < S::kLeaves; ++leaf) {
     int entry = warp_id();
@@ -102,21 +118,22 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
       for (; entry < end; entry += S::kWarps) {
         uint4 held[S::kGroups];
         K3_UNROLL
-        for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next[i]);
-        load_x(next, turn + 1);
+        for (int i = 0; i < S::kGroups; ++i) held[i] = scale_tokens(next.x[i]);
+        const int first = next.first, last = next.last;
+        load(next, turn + 1);
         float sum[S::kTiles][4];
-        const u8* chunk = ring.take(turn);
+        const u8* chunk = ring.take(in_ring.slot, in_ring.parity);
         K3_UNROLL
-        for (int t = 0; t < S::kTiles; ++t) mxfp4_leaf<S::kGroups>(sum[t], chunk + t * S::kLeafBytes, held);
+        for (int t = 0; t < S::kTiles; ++t) mxfp4_leaf<S::kGroups>(sum[t], chunk + t * S::kLeafBytes, held, at);
         __syncwarp();
-        if (lane_id() == 0) issue(turn + S::kSlots);
+        if (elected()) issue(in_ring.slot, turn + S::kSlots);
+        in_ring.pass();
         ++turn;
-        int first = entry_first(list.entry[entry]), count = entry_first(list.entry[entry + 1]) - first;
+        // Columns beyond the items have the last one's bytes: they store them once more.
         K3_UNROLL
         for (int i = 0; i < 2; ++i) {
-          int token = lane_id() % 4 * 2 + i;
-          if (token >= count) continue;
-          float* to = results + (first + token - base) * S::kRowsOut + lane_id() / 4;
+          if (i && first == last) break;
+          float* to = results + (min_of(first + lane_id() % 4 * 2 + i, last) - base) * S::kRowsOut + token;
           K3_UNROLL
           for (int t = 0; t < S::kTiles; ++t) to[t * kTileRows] = sum[t][i], to[t * kTileRows + 8] = sum[t][i + 2];
         }
@@ -124,28 +141,37 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
       __syncthreads();
       const int after = entry_first(list.entry[end]);
       for (int i = threadIdx.x; i < rows * S::kRowsOut; i += S::kThreads) {
-        const int token = i / S::kRowsOut, column = not_before_here(i % S::kRowsOut);
-        float* kept = sums + leaf * S::kRows * S::kRowsOut + i;
-        float sum = begin ? *kept : 0.f, factor[S::kTopK], result[S::kTopK];
-        bool in[S::kTopK];
+        const int row = i / S::kRowsOut, column = not_before_here(i % S::kRowsOut);
+        const u16* positions = order + row * S::kTopK;   // rising, so a window has neighbours of them: few at a time where there are several windows
+        const float* factors = weight + row * S::kTopK;
+        float* before = sums + leaf * S::kRows * S::kRowsOut + i;
+        float sum = !S::kOnce && begin ? *before : 0.f;
+        constexpr int kRun = S::kOnce ? S::kTopK : min_of(S::kTopK, 4);
         K3_UNROLL
-        for (int rank = 0; rank < S::kTopK; ++rank) {   // all loads first: only the sum itself is one behind the other
-          int at = order[token * S::kTopK + rank];
-          in[rank] = at >= base && at < after;
-          factor[rank] = weight[token * S::kTopK + rank];
-          result[rank] = results[(in[rank] ? at - base : 0) * S::kRowsOut + column];
+        for (int run = 0; run < S::kTopK; run += kRun) {
+          const int count = min_of(kRun, S::kTopK - run);
+          if (!S::kOnce && (positions[run] >= after || positions[run + count - 1] < base)) continue;
+          float factor[kRun], result[kRun];
+          bool in[kRun];
+          K3_UNROLL
+          for (int k = 0; k < count; ++k) {   // all loads first: only the sum itself is one behind the other
+            const int at = positions[run + k];
+            in[k] = at >= base && at < after;
+            factor[k] = factors[run + k];
+            result[k] = results[(in[k] ? at - base : 0) * S::kRowsOut + column];
+          }
+          K3_UNROLL
+          for (int k = 0; k < count; ++k)
+            if (in[k]) sum = fmaf(factor[k], result[k], sum);
         }
-        K3_UNROLL
-        for (int rank = 0; rank < S::kTopK; ++rank)
-          if (in[rank]) sum = fmaf(factor[rank], result[rank], sum);
-        if constexpr (!S::kOnce) *kept = sum;
-        else if (tile * kTileRows + column < tiles * kTileRows) epilogue(tile * kTileRows + column, token, sum);
+        if (!S::kOnce && (S::kLeaves > 1 || end < entries)) *before = sum;
+        else if (tile * kTileRows + column < tiles * kTileRows) epilogue(tile * kTileRows + column, row, sum);
       }
       if constexpr (!S::kOnce) __syncthreads();
       if (end == 0) break;   // no row is live
     }
   }
-  if constexpr (!S::kOnce)
+  if constexpr (S::kLeaves > 1)
     for (int i = threadIdx.x; i < rows * S::kRowsOut; i += S::kThreads) {
       int row = tile * kTileRows + i % S::kRowsOut;
       if (row < tiles * kTileRows) epilogue(row, i / S::kRowsOut, tree_sum<S::kLeaves>(sums + i, S::kRows * S::kRowsOut));

@@ -6,14 +6,15 @@
 
 constexpr u32 kTokenFactor = 0x5f805f80u;   // 2^64, twice, in BF16
 
-// Eight weights of one word: four BF16 pairs, a whole A fragment of one k-step.
+// Eight weights of one word: four BF16 pairs, a whole A fragment of one k-step. What both terms of the last pair bring cancels: words are stored so.
 K3_DEVICE uint4 expand_mxfp4(u32 w) {
   constexpr u32 kMask = 0x81c081c0u;
+  const u32 turned = funnel_left(w, w, 22);
   uint4 a;
   a.x = w & kMask;
-  a.y = funnel_left(w, w, 10) & kMask;
+  a.y = turned << 4 & kMask;
   a.z = w << 4 & kMask;
-  a.w = (w << 6 & 0x80c080c0u) | (w >> 2 & 0x01000100u);
+  a.w = (turned ^ turned << 8) & kMask;
   return a;
 }
 
@@ -40,11 +41,17 @@ K3_DEVICE void mxfp4_group(float (&sum)[4], u32 first, u32 second, const uint4& 
   sum[3] = fmaf(c[3], high, sum[3]);
 }
 
+// Where in a leaf this lane's bytes begin: its words, those of an odd last group, its rows' scales.
+struct LeafLane {
+  int words, odd, scales;
+  K3_DEVICE static LeafLane here() { return {lane_id() * 16, lane_id() * 8, lane_id() / 4 * 8}; }
+};
+
 // One tile's leaf, in shared memory, against one 8-token tile, of which x(group) is 32 values.
 template <int kGroups, class X>
-K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x) {
-  const uint4* words = (const uint4*)leaf + lane_id();
-  const uint2* scales = (const uint2*)(leaf + kGroups * 256) + lane_id() / 4;
+K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x, const LeafLane& at = LeafLane::here()) {
+  const uint4* words = (const uint4*)(leaf + at.words);
+  const uint2* scales = (const uint2*)(leaf + kGroups * 256 + at.scales);
   sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
   uint2 exponents;
   K3_UNROLL
@@ -55,13 +62,15 @@ K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x) {
       mxfp4_group(sum, w.x, w.y, x(g), exponents, g % 4);
       mxfp4_group(sum, w.z, w.w, x(g + 1), exponents, g % 4 + 1);
     } else {
-      uint2 w = ((const uint2*)(leaf + g * 256))[lane_id()];
+      uint2 w = *(const uint2*)(leaf + g * 256 + at.odd);
       mxfp4_group(sum, w.x, w.y, x(g), exponents, g % 4);
     }
   }
 }
 template <int kGroups>
-K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x) { mxfp4_leaf_with<kGroups>(sum, leaf, [&](int g) { return x[g]; }); }
+K3_DEVICE void mxfp4_leaf(float (&sum)[4], const u8* leaf, const uint4* x, const LeafLane& at = LeafLane::here()) {
+  mxfp4_leaf_with<kGroups>(sum, leaf, [&](int g) { return x[g]; }, at);
+}
 
 // The same against the first kTiles tiles of tokens: every weight is expanded once. x: from kFirst on, this leaf's.
 template <int kGroups, int kFirst, int kTiles, int kTokenTiles, int kX>
@@ -109,12 +118,12 @@ K3_DEVICE void mxfp4_of_tiles(float (&sum)[kTokenTiles][4], const u8* leaves, co
 
 // Leaves kFirst onward of one tile, neighbours added first.
 template <int kGroups, int kFirst, int kCount>
-K3_DEVICE void mxfp4_leaves(float (&sum)[4], const u8* leaves, const uint4* x) {
-  if constexpr (kCount == 1) mxfp4_leaf<kGroups>(sum, leaves + kFirst * mxfp4_leaf_bytes(kGroups), x + kFirst * kGroups);
+K3_DEVICE void mxfp4_leaves(float (&sum)[4], const u8* leaves, const uint4* x, const LeafLane& at) {
+  if constexpr (kCount == 1) mxfp4_leaf<kGroups>(sum, leaves + kFirst * mxfp4_leaf_bytes(kGroups), x + kFirst * kGroups, at);
   else {
     float right[4];
-    mxfp4_leaves<kGroups, kFirst, kCount / 2>(sum, leaves, x);
-    mxfp4_leaves<kGroups, kFirst + kCount / 2, kCount / 2>(right, leaves, x);
+    mxfp4_leaves<kGroups, kFirst, kCount / 2>(sum, leaves, x, at);
+    mxfp4_leaves<kGroups, kFirst + kCount / 2, kCount / 2>(right, leaves, x, at);
     K3_UNROLL
     for (int i = 0; i < 4; ++i) sum[i] += right[i];
   }

@@ -37,6 +37,16 @@ K3_DEVICE int not_before_here(int v) {
   return v;
 }
 
+// v, in a register of its own: what follows from it is not made anew, turn by turn, out of what v came from. For sm_100 and later ptxas keeps too much.
+template <class T>
+K3_DEVICE T kept(T v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+  if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(v));
+  else asm volatile("" : "+r"(v));
+#endif
+  return v;
+}
+
 // Nanoseconds of a clock that all multiprocessors share.
 K3_DEVICE u64 device_ns() {
 #ifdef K3_HOST_SHIM
@@ -50,6 +60,16 @@ K3_DEVICE u64 device_ns() {
 
 K3_DEVICE int lane_id() { return threadIdx.x % kWarpSize; }
 K3_DEVICE int warp_id() { return threadIdx.x / kWarpSize; }
+// One lane of a warp whose lanes are all here. What it copies needs no loop over lanes, which a test of the lane's number leaves behind.
+K3_DEVICE bool elected() {
+#ifdef K3_HOST_SHIM
+  return lane_id() == 0;
+#else
+  u32 mine;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(mine));
+  return mine;
+#endif
+}
 // The threads that do one thing together, and which of them this is: all of the block, where others do nothing else.
 struct WholeBlock {
   K3_DEVICE int thread() const { return threadIdx.x; }

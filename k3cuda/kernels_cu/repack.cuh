@@ -51,7 +51,7 @@ extern "C" __global__ void repack_mxfp4(const u8* packed, const u8* scale, u32* 
           const u8* p = packed + ((first_row + lane / 4 + half * 8) * row_groups + leaf * groups + group) * 16 + lane % 4 * 4 + step * 2;
           for (int k = 0; k < 2; ++k) {
             const u32* of_pair = table + (half + 2 * k) * 32;
-            word |= of_pair[p[k] & 15] | of_pair[16 + (p[k] >> 4)];
+            word ^= of_pair[p[k] & 15] ^ of_pair[16 + (p[k] >> 4)];
           }
         }
       } else {

@@ -15,7 +15,7 @@ from .cuda_weights import packed_bytes
 from .load_plan import Unit
 from .write_checkpoint import header_bytes
 
-LAYOUT_VERSION = 1   # of the bytes in a rank file: whatever moves one of them makes a new version
+LAYOUT_VERSION = 2   # of the bytes in a rank file: whatever moves one of them makes a new version
 
 
 def layers_of(cfg: K3Config) -> tuple:

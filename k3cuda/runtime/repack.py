@@ -23,24 +23,41 @@ X_EXPONENT = 64
 SCALE_SHIFT = 126 - X_EXPONENT          # E8M0 code -> exponent field of the F32 factor that undoes both
 MAX_SCALE_CODE = 254 - SCALE_SHIFT      # 2^65; code 255 (NaN) becomes infinity, which also ends in a row that isn't finite
 
-# Where the bits of a packed word go. Pair i (two weights, low and high half) of a word w is
-#   0: w & M      1: rotl(w, 10) & M      2: w << 4 & M      3: (w << 6 & 0x80C080C0) | (w >> 2 & 0x01000100)
-# with M = 0x81C081C0: sign at the top of each half, e1 e0 m at bits 8..6. No three rotations and a mask tile a word: this is
-# the cheapest exact cover, nine instructions for eight weights.
-_LEFT = ((0, 0, 0, 0), (10, 10, 10, 10), (4, 4, 4, 4), (6, 6, -2, 6))   # rotation that brings (m, e0, e1, sign) of a pair home
-_HOME = (6, 7, 8, 15)
+_MASK = 0x81C081C0   # sign at the top of each half, e1 e0 m at bits 8..6
+
+
+def expand(word):
+    """The four pairs of weights of a packed word, low and high half, as BF16 bits of 2^-126 times their values: Python's integers or arrays of uint32.
+
+    Eight instructions for eight weights, three of them products (`expand_mxfp4` in kernels_cu/mxfp4.cuh). No four rotations and a mask tile a word, so the
+    last pair has two terms, and the bits that both bring along stay in: a word is stored so that they cancel.
+    """
+    turned = word << 22 | word >> 10
+    return [word & _MASK, turned << 4 & _MASK, word << 4 & _MASK, (turned ^ turned << 8) & _MASK]
+
+
+_HOME = (6, 7, 8, 15)   # of a code's bits m, e0, e1, sign in a half
 
 
 def _nibble_tables() -> np.ndarray:
-    """[pair, half, code] -> the code's bits where the word keeps them."""
-    table = np.zeros((4, 2, 16), np.uint32)
-    for pair in range(4):
-        for half in range(2):
-            for code in range(16):
-                for bit in range(4):
-                    at = (_HOME[bit] + 16 * half - _LEFT[pair][bit]) % 32
-                    table[pair, half, code] |= np.uint32((code >> bit & 1) << at)
-    return table
+    """[pair, half, code] -> what the code adds to a word, XORed: the inverse of `expand`, which is linear over bits."""
+    places = [(pair, bit + 16 * half) for pair in range(4) for half in range(2) for bit in _HOME]
+    rows = []   # (which places see a bit of the word, the bit)
+    for i in range(32):
+        pairs = expand(1 << i)
+        rows.append((sum((pairs[pair] >> bit & 1) << n for n, (pair, bit) in enumerate(places)), 1 << i))
+    for n in range(32):   # until each row has one place of its own
+        pivot = next(i for i in range(n, 32) if rows[i][0] >> n & 1)
+        rows[n], rows[pivot] = rows[pivot], rows[n]
+        for i in range(32):
+            if i != n and rows[i][0] >> n & 1:
+                rows[i] = rows[i][0] ^ rows[n][0], rows[i][1] ^ rows[n][1]
+    table = np.zeros((8, 16), np.uint32)
+    for code in range(16):
+        for bit in range(4):
+            if code >> bit & 1:
+                table[:, code] ^= np.array([word for _, word in rows[bit::4]], np.uint32)
+    return table.reshape(4, 2, 16)
 
 
 def _word_tables() -> np.ndarray:
@@ -51,7 +68,7 @@ def _word_tables() -> np.ndarray:
         for k in range(2):
             low, high = NIBBLE_TABLES[half + 2 * k]
             byte = both >> 8 * k & 255
-            tables[half] |= low[byte & 15] | high[byte >> 4]
+            tables[half] ^= low[byte & 15] ^ high[byte >> 4]
     return tables
 
 
@@ -170,7 +187,7 @@ def _pack_matrix(packed: np.ndarray, scale: np.ndarray, out: np.ndarray, leaves:
     tiles, sw = len(packed) // TILE_ROWS, scale_words(groups)
     halves = packed.view("<u2").reshape(tiles, 2, 8, -1)
     words = np.take(WORD_TABLES[0], halves[:, 0], mode="clip")   # clip: no check of every index
-    words |= np.take(WORD_TABLES[1], halves[:, 1], mode="clip")
+    words ^= np.take(WORD_TABLES[1], halves[:, 1], mode="clip")
     exponents = np.zeros((tiles, 8, leaves, sw, 2, 4), np.uint8)   # of the factors: of rows g and g + 8 side by side
     padded = np.zeros((tiles, 2, 8, leaves, sw * 4), np.uint8)
     padded[..., :groups] = np.where(scale == 255, 255, scale + np.uint8(SCALE_SHIFT)).reshape(tiles, 2, 8, leaves, groups)
@@ -206,12 +223,11 @@ def unpack_mxfp4(out, rows: int, groups: int):
         words[:, :, :, -1] = w.reshape(n, tiles, leaves, 8, 4, 2)
         at += LANES * 8
     b = xp.zeros((n, tiles, 2, 8, leaves, groups, 4, 2, 2), xp.uint8)
-    for pair in range(4):
+    for pair, register in enumerate(expand(words)):
         byte = xp.zeros(words.shape, xp.uint8)
         for half in range(2):
-            for bit in range(4):
-                at_bit = (_HOME[bit] + 16 * half - _LEFT[pair][bit]) % 32
-                byte |= ((words >> xp.uint32(at_bit) & xp.uint32(1)) << xp.uint32(bit + 4 * half)).astype(xp.uint8)
+            for bit, home in enumerate(_HOME):
+                byte |= ((register >> xp.uint32(home + 16 * half) & xp.uint32(1)) << xp.uint32(bit + 4 * half)).astype(xp.uint8)
         b[:, :, pair % 2, :, :, :, :, :, pair // 2] = byte.transpose(0, 1, 4, 2, 3, 5, 6)
     s = out[..., at:].reshape(n, tiles, leaves, sw, 8, 2, 4).transpose(0, 1, 5, 4, 2, 3, 6)
     s = s.reshape(n, tiles * TILE_ROWS, leaves, sw * 4)[..., :groups].reshape(n, tiles * TILE_ROWS, -1)

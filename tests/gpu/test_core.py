@@ -89,7 +89,7 @@ def test_wide_products_have_the_bytes_of_narrow_ones(device, name):
 
 
 def run_experts(device, case, rows):
-    module = Module(compile_cuda(u.EXPERT_SOURCE, device.arch).cubin)
+    module = Module(compile_cuda(u.expert_source(), device.arch).cubin)
     n, count = len(case.ids), ctypes.c_int
     up, down = cp.full((n * u.TOP_K, 2, u.WIDTH), cp.nan, cp.float32), cp.full((n, u.LATENT), cp.nan, cp.float32)
     w13, w2, x, act, weights, words = map(cp.asarray, (case.w13, case.w2_packed, case.x, case.act, case.weights, case.list(rows)))

@@ -176,8 +176,9 @@ struct moe_down : StageDefaults {
   template <int kTiles, int kWindow, int kRing>
   using Layout = ExpertDownShape<kExpertW2Leaves, kExpertW2Steps, StepExperts, kRows, kNumExpertsPerToken, kWarps, kTiles, kRing, kWindow, List::kScratch>;
   // Where all of K is here, the sums of every leaf need room: of one tile instead of two, of a smaller window, then of the copies ahead.
-  static constexpr int kRing = 106 * 1024, kTiles = Layout<2, 512, kRing>::kSmem <= kMaxShared ? 2 : 1,
-                       kWindow = Layout<kTiles, 512, kRing>::kSmem <= kMaxShared ? 512 : 128;
+  // Half of the items and one entry more: so two windows are enough.
+  static constexpr int kRing = 106 * 1024, kHalf = max_of(512, kMaxItems / 2 + kEntryTokens), kTiles = Layout<2, kHalf, kRing>::kSmem <= kMaxShared ? 2 : 1,
+                       kWindow = Layout<kTiles, kHalf, kRing>::kSmem <= kMaxShared ? kHalf : 128;
   typedef Layout<kTiles, kWindow, min_of(kRing, kRing + kMaxShared - Layout<kTiles, kWindow, kRing>::kSmem)> Shape;
   static constexpr int kBlocks = groups_of(tiles_of(kRoutedExpertHiddenSize), Shape::kTiles), kSmem = Shape::kSmem;
   static __device__ void run(const Step& s, const OpArgs& op) {

@@ -228,7 +228,7 @@ def _kernels(plan: Plan | DraftPlan, t: Tables, rows: int, ride: bool, sms: int,
         lines.append(f'extern "C" __constant__ int k_{name}_launch[6] = '
                      f"{{{of}::kBlocks, {of}::kBlocksY, {of}::kBlocksZ, {of}::kThreads, {of}::kCluster, {of}::kSmem}};")
         hop = f"K3_HOP({int(name in behind)}); " if probes.hop_cycles else ""
-        lines.append(f'extern "C" __global__ void __launch_bounds__({of}::kThreads, {of}::kResident) '
+        lines.append(f'extern "C" __global__ void __launch_bounds__({of}::kThreads + {of}::kBeside, {of}::kResident) '
                      f"k_{name}(const __grid_constant__ Step s, const __grid_constant__ OpArgs op) {{ {hop}traced<{of}>(s, op); }}")
     return "\n".join(lines) + "\n"
 

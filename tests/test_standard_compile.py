@@ -71,6 +71,18 @@ def test_every_kernel_compiles_and_spills_nothing(unit):
 
 
 @pytest.mark.parametrize("unit", UNITS)
+def test_products_run_side_by_side(unit):
+    """ptxas takes wgmmas one by one, and only notes it, where it lacks registers."""
+    assert "serialized" not in compiled()[unit].log
+
+
+def test_attention_of_a_row_leaves_registers_for_its_combination():
+    """20 warps of one and 8 of the other on an SM."""
+    attend, combine = (compiled()["released"].resources()[f"k_mla_{k}"].registers for k in ("attend", "combine"))
+    assert (20 * -(-attend // 8) + 8 * -(-combine // 8)) * 8 * 32 <= 65536, (attend, combine)
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_no_kernel_uses_local_memory(unit):
     local = {name: ops & {"LDL", "STL"} for name, ops in ((n, {o.split(".")[0] for o in x}) for n, x in kernels(unit).items())}
     assert not {name for name, ops in local.items() if ops}

@@ -4,9 +4,10 @@
 #include "mla_combine.cuh"
 
 #define K3_BENCH_COMBINE(NAME, HEADS, LATENT, TOGETHER)                                                   \
-  extern "C" __global__ void __launch_bounds__(kMlaCombineThreads) NAME(const __grid_constant__ MlaCombine a) { \
+  extern "C" __global__ void __launch_bounds__(kMlaCombineThreads, mla_combine_resident(TOGETHER)) NAME(const __grid_constant__ MlaCombine a) { \
     __shared__ MlaCombineSmem<TOGETHER> m;                                                                \
-    mla_combine<HEADS, LATENT, TOGETHER>(a, m, [] { grid_wait(); grid_launch_next(); });                  \
+    grid_launch_next();                                                                                   \
+    mla_combine<HEADS, LATENT, TOGETHER>(a, m, [] { grid_wait(); });                                      \
   }
 
 // Defines NAME_attend (grid: any, NAME_threads threads, NAME_shared bytes), NAME_combine_1, _2 and _8 (slabs side by side; grid: any) and NAME_write (grid: rows). SHARED:
@@ -14,7 +15,7 @@
 #define K3_BENCH_MLA(NAME, CACHE, STORED, HEADS, LATENT, ROPE, QUERY, TILES, SHARED)                                                     \
   using NAME##_shape = MlaFit<CACHE, HEADS, LATENT, ROPE, TILES, SHARED>::Shape;                                                         \
   extern "C" __constant__ int NAME##_shared = sizeof(MlaSmem<NAME##_shape>), NAME##_threads = NAME##_shape::kThreads;                    \
-  extern "C" __global__ void __launch_bounds__(NAME##_shape::kThreads, 1) NAME##_attend(const __grid_constant__ MlaAttend a) {           \
+  extern "C" __global__ void __launch_bounds__(NAME##_shape::kThreads + NAME##_shape::kBeside, 1) NAME##_attend(const __grid_constant__ MlaAttend a) {           \
     K3_DYN_SMEM(u8, raw);                                                                                                                \
     mla_attend<NAME##_shape>(a, *(MlaSmem<NAME##_shape>*)raw, [] { grid_wait(); grid_launch_next(); });                                  \
   }                                                                                                                                      \

@@ -3,9 +3,13 @@
 #include "mla_score.cuh"
 #include "mla_weigh.cuh"
 
-// Registers a thread where 6 tiles of queries do not fit an equal share, which is 128 of four times four warps; score warps keep theirs.
-constexpr int kMlaShareRegs = 128, kMlaRestRegs = 64, kMlaWeighRegs = 160;
-static_assert(kMlaRestRegs + 2 * kMlaWeighRegs <= 3 * kMlaShareRegs, "a block has what it is given at its start: who asks for more waits for ever");
+// Registers a thread where wide groups do not fit an equal share, which is what the block is given at its start: who asks for more waits for ever.
+template <int kSets, int kTiles>
+struct MlaRegisters {
+  static constexpr bool kOneSet = kSets == 1, kWide = kTiles > 4;
+  static constexpr int kShare = kOneSet ? 128 : 96, kRest = kOneSet || !kWide ? 64 : 48, kScore = kOneSet ? 128 : 80, kWeigh = kOneSet ? 160 : kWide ? 136 : 128;
+  static_assert(kRest + kSets * kScore + 2 * kWeigh <= (3 + kSets) * kShare, "no more than the block has");
+};
 
 // S::kThreads threads (By: MlaBlock in mla_core.cuh); any number of blocks, one an SM by its shared memory. `ready` returns when the step's queries and cache
 // rows are written. The rows' own tables are inputs of the step and read before it, and so are, with kEarly, cache rows before the position
@@ -49,15 +53,17 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
     mla_load_queries<S, (S::kColumns + S::kWarps - 2) / (S::kWarps - 1)>(a, m, m.first, 0, warp - 1, S::kWarps - 1, by);
     named_barrier(2, (S::kWarps - 1) * kWarpSize);
   }
+  typedef MlaRegisters<S::kSets, S::kTiles> Registers;
   if (warp < 4) {
-    if constexpr (S::kMoveRegisters) give_registers<kMlaRestRegs>();
+    if constexpr (S::kMoveRegisters) give_registers<Registers::kRest>();
     if (warp == 0) mla_produce<S, kEarly>(a, m, by);
     else if (warp < 3) mla_prepare<S>(a, m, warp - 1, by);
     else mla_sum<S>(a, m, by.lane());
   } else if (warp < S::kWeighers) {
+    if constexpr (S::kMoveRegisters && Registers::kScore < Registers::kShare) give_registers<Registers::kScore>();
     mla_score<S>(m, warp / 4 - 1, warp % 4, by.lane());
   } else {
-    if constexpr (S::kMoveRegisters) take_registers<kMlaWeighRegs>();
+    if constexpr (S::kMoveRegisters) take_registers<Registers::kWeigh>();
     mla_weigh<S>(a, m, warp - S::kWeighers, not_before_here(by.lane()));   // a lane kept from the start was two registers too many
   }
 }

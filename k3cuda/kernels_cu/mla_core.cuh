@@ -29,7 +29,6 @@ struct MlaBf16 {
   K3_DEVICE static uint4 columns(const uint4& v, int) { return {v.x, v.z, v.y, v.w}; }
   K3_DEVICE static u32 pack(float lo, float hi) { return pack_bf16(lo, hi); }
   K3_DEVICE static float weight(float x) { return exp2f(x); }
-  K3_DEVICE static float query_scale(float) { return 1; }
   // Eight values of a query, dims 8 half to + 7 of a k-step, into the 32 bytes at `at` of a tile of columns.
   K3_DEVICE static void store_query(u8* tile, u32 at, int half, const u32 (&v)[4]) { *(uint4*)(tile + column_swizzle(at + half * 16)) = {v[0], v[1], v[2], v[3]}; }
   // Latent value of row `g` (0-15) of product tile `i`.
@@ -79,10 +78,18 @@ struct MlaE4m3 {
   }
 };
 
+// Whether a block of few queries leaves registers and shared memory for one of mla_combine, which then is there when the last page is done, and for one of
+// the kernel before it.
+constexpr bool mla_beside(int tiles) { return kMlaWgmma && tiles == 1; }
+constexpr int kMlaBesideBytes = 20 * 1024;
+
+// Sets of score warps: one where columns fill registers, which wgmma's don't.
+constexpr int mla_sets(int tiles) { return kMlaWgmma || tiles <= 2 ? 2 : 1; }
+
 // kTiles: tiles of 8 queries a group holds (1, 2, 3, 4 or 6). kRing: pieces of 16 cache rows in shared memory, at least a page and, for scores of one
 // page beside weights of the one before, two. kSets: sets of score warps. kQueryTiles: tiles of queries that have room, of two groups where there is
 // room for two.
-template <class Cache_, int kHeads_, int kLatent_, int kRope_, int kTiles_, int kRing_, int kSets_ = (kTiles_ > 2 ? 1 : 2), int kQueryTiles_ = (kTiles_ > 3 ? kTiles_ : 2 * kTiles_)>
+template <class Cache_, int kHeads_, int kLatent_, int kRope_, int kTiles_, int kRing_, int kSets_ = mla_sets(kTiles_), int kQueryTiles_ = (kTiles_ > 3 ? kTiles_ : 2 * kTiles_)>
 struct MlaShape {
   using Cache = Cache_;
   static constexpr int kHeads = kHeads_, kLatent = kLatent_, kDim = kLatent_ + kRope_, kTiles = kTiles_, kRing = kRing_;
@@ -91,6 +98,7 @@ struct MlaShape {
   static constexpr bool kPartial = false;         // whether results stay partial also where a run has one chunk (mla_own.cuh)
   static constexpr int kSets = kSets_, kWeighers = 4 + 4 * kSets, kWarps = kWeighers + 8, kThreads = kWarps * kWarpSize;   // kWeighers: their first warp
   static constexpr int kKSteps = kDim / 16, kPair = Cache::kSteps;
+  static constexpr int kBeside = mla_beside(kTiles) ? 1024 - kThreads : 0;   // 64 registers a thread, the others for a block of another kernel
   // A group of fewer tiles is multiplied by itself where that saves something: of the queries of a row alone, and of two tiles.
   static constexpr int kHeadTiles = (kHeads + 7) / 8, kOfRow = kHeadTiles < kTiles && kHeadTiles != 5 ? kHeadTiles : 2;
   static constexpr int kFew = kTiles > 3 ? (kOfRow < 2 ? kOfRow : 2) : kTiles, kMiddle = kTiles > 3 ? (kOfRow < 2 ? 2 : kOfRow) : kTiles;
@@ -98,8 +106,7 @@ struct MlaShape {
   // A row in shared memory is whole blocks of 64 or 128 bytes, inside which the copy engine permutes 16-byte units.
   static constexpr int kRowBytes = kDim * Cache::kBytes, kBlock = 64 * Cache::kBytes, kPiece = 16 * kRowBytes;
   static constexpr int kRowTiles = (kLatent / 16 + kPair - 1) / kPair * kPair, kOwnRowTiles = (kRowTiles / kPair + 7) / 8 * kPair;
-  static constexpr bool kMoveRegisters = kTiles > 4;
-  static_assert(!kMoveRegisters || kSets == 1, "see kMlaShareRegs");
+  static constexpr bool kMoveRegisters = kTiles > (kSets > 1 ? 3 : 4);
   // Queries of two groups lie in shared memory, the next one's already while one is scored, where both fit.
   static constexpr int kQueryTiles = kQueryTiles_, kQueryColumns = 8 * kQueryTiles;
   static constexpr u32 kQueryBlock = kQueryTiles * kColumnTile;   // 64 dims of all of them
@@ -133,7 +140,8 @@ struct MlaSmem {
 template <class Cache, int kHeads, int kLatent, int kRope, int kTiles, int kBytes>
 struct MlaFit {
   template <int kRing> using With = MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing>;
-  static constexpr int kPieceBytes = With<8>::kPiece + 16, kRest = sizeof(MlaSmem<With<8>>) - 8 * kPieceBytes, kFit = (kBytes - kRest) / kPieceBytes;
+  static constexpr int kPieceBytes = With<8>::kPiece + 16, kRest = sizeof(MlaSmem<With<8>>) - 8 * kPieceBytes + (mla_beside(kTiles) ? kMlaBesideBytes : 0);
+  static constexpr int kFit = (kBytes - kRest) / kPieceBytes;
   template <bool kFits, class = void> struct Or { using Shape = With<(kFit < 24 ? kFit : 24)>; };
   template <class Unused> struct Or<false, Unused> { using Shape = typename MlaFit<Cache, kHeads, kLatent, kRope, (kTiles > 4 ? 4 : kTiles - 1), kBytes>::Shape; };
   using Shape = typename Or<(kFit >= kMlaPage / 16)>::Shape;
@@ -261,15 +269,18 @@ K3_DEVICE void mla_load_queries(const MlaAttend& a, MlaSmem<S>& m, const MlaItem
       const int column = start + h * warps, to = place + column;
       if (column >= columns) break;
       uint4* v = all + h * kLoads;
-      float largest = 0;
-      K3_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        const u32 w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+      float scale = 1;
+      if constexpr (C::kF16) {
+        float largest = 0;
         K3_UNROLL
-        for (int j = 0; j < 4; ++j)
-          largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(w[j] << 16)), fabsf(__uint_as_float(w[j] & 0xffff0000u))));
+        for (int i = 0; i < kLoads; ++i) {
+          const u32 w[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+          K3_UNROLL
+          for (int j = 0; j < 4; ++j)
+            largest = fmaxf(largest, fmaxf(fabsf(__uint_as_float(w[j] << 16)), fabsf(__uint_as_float(w[j] & 0xffff0000u))));
+        }
+        scale = C::query_scale(warp_max(largest));
       }
-      const float scale = C::query_scale(warp_max(largest));
       K3_UNROLL
       for (int i = 0; i < kLoads; ++i) {
         int unit = lane + i * kWarpSize;

@@ -13,13 +13,17 @@
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(K3_SHIM_WGMMA)
 #define K3_WGMMA 1
+constexpr bool kMlaWgmma = true;
+#else
+constexpr bool kMlaWgmma = false;
 #endif
 
 constexpr u32 kColumnTile = 1024;   // bytes between tiles of 8 columns that lie by k, of 64 k
 // Where byte `at` of a tile by k lies; tiles begin at multiples of 1,024.
 K3_DEVICE u32 column_swizzle(u32 at) { return at ^ (at >> 3 & 0x70); }
 
-constexpr int kMlaUnderWay = 2;   // products of a warp that run while the rows of the next are unpacked
+// Batches of products of a warp that run while the rows of the next are unpacked. ptxas finds registers for a second batch of two by itself.
+constexpr int mla_under_way(int batch) { return batch > 1 ? 1 : 2; }
 
 // Nothing that the compiler does with a value passes this: neither a use nor, for an address, work done ahead that would fill registers.
 #ifdef K3_HOST_SHIM

@@ -29,36 +29,41 @@ K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int 
   // Where registers are short, four steps at a time: the addresses that mma.sync's columns have in all of them would fill them.
 #ifdef K3_WGMMA
   constexpr int kRun = S::kKSteps;
+  query = __shfl_sync(kFullWarp, query, 0);   // which says that lanes have the same: descriptors in uniform registers
 #else
   constexpr int kRun = S::kTight ? 4 : S::kKSteps;
-#endif
-  uint4 rows[kMlaUnderWay] = {}, raw, next;
   settle(query);
+#endif
+  constexpr int kBatch = S::kPair, kUnderWay = mla_under_way(kBatch);
+  uint4 rows[kUnderWay][kBatch] = {}, raw, next;
   settle(from);
   next = load_matrices(S::swizzle(from));
   K3_ROLLED
   for (int first = 0; first < S::kKSteps; first += kRun)
     K3_UNROLL
-    for (int i = 0; i < kRun; ++i) {
-      const int step = first + i;
-      if (i % S::kPair == 0) {
-        raw = next;
-        if (step + S::kPair < S::kKSteps) next = load_matrices(S::swizzle(from + (step / S::kPair + 1) * 32));
+    for (int n = 0; n < kRun; n += kBatch) {
+      const int step = first + n, slot = n / kBatch % kUnderWay;
+      raw = next;
+      if (step + kBatch < S::kKSteps) next = load_matrices(S::swizzle(from + (step / kBatch + 1) * 32));
+      if (step >= kUnderWay * kBatch) {
+        products_wait<kUnderWay - 1>();
+        K3_UNROLL
+        for (int b = 0; b < kBatch; ++b) settle(rows[slot][b]);
+        settle(raw);                                       // unpacked no sooner than there is room
       }
-      if (step >= kMlaUnderWay) {
-        products_wait<kMlaUnderWay - 1>();
-        settle(rows[i % kMlaUnderWay]);
-        settle(raw);                                     // unpacked no sooner than there is room
-      }
-      rows[i % kMlaUnderWay] = C::rows(raw, i % S::kPair);
-      const Columns<kUse> q = columns_by_k<kUse>(query, step / 4 * (S::kQueryBlock / 16) + i % 4 * 2, lane);
+      K3_UNROLL
+      for (int b = 0; b < kBatch; ++b) rows[slot][b] = C::rows(raw, b);
       products_begin();
-      product<C::kF16, false>(s, rows[i % kMlaUnderWay], q, step > 0);
+      K3_UNROLL
+      for (int b = 0; b < kBatch; ++b)
+        product<C::kF16, false>(s, rows[slot][b], columns_by_k<kUse>(query, (step + b) / 4 * (S::kQueryBlock / 16) + (n + b) % 4 * 2, lane), step + b > 0);
       products_end();
     }
   products_wait<0>();
   K3_UNROLL
-  for (int i = 0; i < kMlaUnderWay; ++i) settle(rows[i]);
+  for (int i = 0; i < kUnderWay; ++i)
+    K3_UNROLL
+    for (int b = 0; b < kBatch; ++b) settle(rows[i][b]);
   K3_UNROLL
   for (int n = 0; n < kUse; ++n)
     K3_UNROLL
@@ -93,14 +98,17 @@ K3_DEVICE float2 mla_piece_top(const float (&s)[kUse][4], int g) {
 
 // Warp `piece` (0-3) of set `set`; sets take turns by pages. m runs through the pages: of two sets, one takes it from the other.
 template <class S, int kUse>
-K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCursor& c, u32& count, int lane) {
+K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCursor& c, u32& count, int lane_kept) {
   using C = typename S::Cache;
-  const int g = lane / 4, t = lane % 4, place = m.item[k & 1].place, end = m.item[k & 1].end;
-  const u32 query = shared_address(m.query[0][place / 8]);
+  const int place = m.item[k & 1].place, end = m.item[k & 1].end;
   int pieces;
   for (int page = m.item[k & 1].begin; page < end; page += kMlaPage, c.step<S::kRing>(pieces), ++count) {
     pieces = mla_pieces(page, end);
     if (S::kSets > 1 && (count & 1) != set) continue;
+    u32 here = lane_kept;
+    settle(here);   // addresses anew for each page: kept ones were spilled
+    const int lane = here, g = lane / 4, t = lane % 4;
+    const u32 query = shared_address(m.query[0][place / 8]);
     const int buffer = count & 1;
     MlaCursor p = c;
     p.step<S::kRing>(piece < pieces ? piece : 0);        // who has no piece scores the first once more, for nothing

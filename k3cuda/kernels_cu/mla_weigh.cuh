@@ -7,32 +7,38 @@
 template <class S, int kUse>
 K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces, int lane) {
   using C = typename S::Cache;
-  constexpr int kOwn = S::kOwnRowTiles, kAll = 4 * kOwn, kUnderWay = kMlaUnderWay;
+  constexpr bool kShort = S::kSets > 1 && kUse > 4;   // of registers: sums take 96 of them
+  constexpr int kOwn = S::kOwnRowTiles, kAll = 4 * kOwn, kBatch = kShort ? 1 : S::kPair, kUnderWay = kShort ? 1 : mla_under_way(kBatch);
   MlaCursor p = c;
   Columns<kUse> w;
-  uint4 rows[kUnderWay], raw;
+  uint4 rows[kUnderWay][kBatch], raw;
   K3_UNROLL
-  for (int l = 0; l < kAll; ++l) {
-    const int piece = l / kOwn, i = l % kOwn;
+  for (int l = 0; l < kAll; l += kBatch) {
+    const int piece = l / kOwn, i = l % kOwn, slot = l / kBatch % kUnderWay;
     if (i == 0) {
       w = columns_by_column<kUse>(weights + piece * 2 * S::kTiles * 128, S::kTiles * 128, lane);
       if (piece) p.step<S::kRing>(1);
       if (piece >= pieces) p.at = c.at;
     }
     if (i % S::kPair == 0) raw = load_matrices_transposed(shared_address(m.ring[p.at]) + at[i / S::kPair]);
-    if (l >= kUnderWay) {
+    if (l >= kUnderWay * kBatch) {
       products_wait<kUnderWay - 1>();
-      settle(rows[l % kUnderWay]);
+      K3_UNROLL
+      for (int b = 0; b < kBatch; ++b) settle(rows[slot][b]);
       settle(raw);                                     // unpacked no sooner than there is room
     }
-    rows[l % kUnderWay] = C::columns(raw, i % S::kPair);
+    K3_UNROLL
+    for (int b = 0; b < kBatch; ++b) rows[slot][b] = C::columns(raw, (i + b) % S::kPair);
     products_begin();
-    product<C::kF16, true>(o[i], rows[l % kUnderWay], w, true);
+    K3_UNROLL
+    for (int b = 0; b < kBatch; ++b) product<C::kF16, true>(o[i + b], rows[slot][b], w, true);
     products_end();
   }
   products_wait<0>();
   K3_UNROLL
-  for (int l = 0; l < kUnderWay; ++l) settle(rows[l]);
+  for (int l = 0; l < kUnderWay; ++l)
+    K3_UNROLL
+    for (int b = 0; b < kBatch; ++b) settle(rows[l][b]);
   K3_UNROLL
   for (int i = 0; i < S::kOwnRowTiles; ++i)
     K3_UNROLL

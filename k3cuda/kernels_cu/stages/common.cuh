@@ -5,9 +5,10 @@
 #include "situ.cuh"
 #include "many_core.cuh"
 
-// kBlocks x kBlocksY x kBlocksZ blocks of kThreads threads in clusters of kCluster, kSmem bytes of shared memory, kResident blocks an SM.
+// kBlocks x kBlocksY x kBlocksZ blocks of kThreads threads in clusters of kCluster, kSmem bytes of shared memory, kResident blocks an SM. kBeside: threads
+// of other kernels that shall find registers beside a block.
 struct StageDefaults {
-  static constexpr int kBlocksY = 1, kBlocksZ = 1, kCluster = 1, kSmem = 0, kResident = 1;
+  static constexpr int kBlocksY = 1, kBlocksZ = 1, kCluster = 1, kSmem = 0, kResident = 1, kBeside = 0;
 };
 
 #ifdef K3_TRACE

@@ -86,7 +86,7 @@ K3_DEVICE float2* mla_top_sum(const Step& s) { return (float2*)s.mla_work; }
 K3_DEVICE float* mla_partial(const Step& s) { return (float*)(s.mla_work + size_t(s.mla_partials) * sizeof(float2)); }
 
 struct mla_attend : StageDefaults {
-  static constexpr int kBlocks = kSms, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>);
+  static constexpr int kBlocks = kSms, kThreads = MlaLayout::kThreads, kSmem = sizeof(MlaSmem<MlaLayout>), kBeside = MlaLayout::kBeside;
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     const size_t first = size_t(op.first_row) * kOwnNumAttentionHeads;
@@ -100,15 +100,13 @@ struct mla_attend : StageDefaults {
 };
 
 struct mla_combine : StageDefaults {
-  static constexpr int kTogether = mla_combine_slabs(kAttendRows), kThreads = kMlaCombineThreads;
+  static constexpr int kTogether = mla_combine_slabs(kAttendRows), kThreads = kMlaCombineThreads, kResident = mla_combine_resident(kTogether);
   static constexpr int kBlocks = min_of(kAttendRows * kOwnNumAttentionHeads * ceil_div(kKvLoraRank, kTogether * kMlaSlab), 4 * kSms);
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ MlaCombineSmem<kTogether> m;
+    grid_launch_next();
     ::mla_combine<kOwnNumAttentionHeads, kKvLoraRank, kTogether>(
-        {mla_rows(s, op), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s), mla_o_latent(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kKvLoraRank}, m, [] {
-          grid_wait();
-          grid_launch_next();
-        });
+        {mla_rows(s, op), mla_partial(s), mla_top_sum(s), op.kv_scale, mla_next(s), mla_o_latent(s) + size_t(op.first_row) * kOwnNumAttentionHeads * kKvLoraRank}, m, [] { grid_wait(); });
   }
 };
 

@@ -136,10 +136,10 @@ extern "C" __global__ void __launch_bounds__(S::kThreads) {name}(const uint4* w,
   auto store = {store};
   wide_product<S>(w, x, stride, partial, smem, [&](int row, int token, float v) {{ {"" if pair else "store(row, token, v);"} }});
 }}
-extern "C" __global__ void __launch_bounds__(S::kSumWarps * kWarpSize) {name}_tree(const f32x4* partial, float* y, int outputs) {{
+extern "C" __global__ void __launch_bounds__(S::kSumThreads) {name}_tree(const f32x4* partial, float* y, int outputs) {{
   wide_sum<S, {str(pair).lower()}>(partial, {store});
 }}
-extern "C" __constant__ int {name}_launch[5] = {{wide_blocks<S>({WIDE_SMS}), S::kThreads, S::kSmem, wide_sum_blocks<S, {str(pair).lower()}>(), S::kSumWarps * kWarpSize}};
+extern "C" __constant__ int {name}_launch[5] = {{wide_blocks<S>({WIDE_SMS}), S::kThreads, S::kSmem, wide_sum_blocks<S, {str(pair).lower()}>(), S::kSumThreads}};
 """
 
 

@@ -21,7 +21,9 @@ struct WideShape {
   static constexpr int kNT = kLeaves > 1 && kRows % 128 == 0 && 16 * kTileX <= kWideTokens ? 16 : 8;
   // Row tiles of a warp at a time (128 sums a thread at most), and of the warps that multiply together.
   static constexpr int kMT = kWideColumns ? 1 : kLeaves == 1 ? 2 : 32 / kNT, kUnit = kWideColumns ? 4 : kMT;
-  static constexpr int kWarps = kWideColumns ? 16 : 8, kThreads = kWarps * kWarpSize, kSumWarps = 8;   // kSumWarps: of wide_sum
+  static constexpr int kWarps = kWideColumns ? 16 : 8, kThreads = kWarps * kWarpSize;
+  // Of wide_sum: fragments of a block, and lanes that share a fragment's lane.
+  static constexpr int kSumFragments = 2, kSumLanes = min_of(kLeaves, 4), kSumThreads = kSumFragments * kSumLanes * kWarpSize;
   static constexpr int kTokenTiles = kRows / kTokenTile, kGroups = kTokenTiles / kNT, kX = kNT * kTileX;
   static constexpr int kChunkSteps = chunk_steps(kSteps, 4, kWideColumns), kLeafChunks = kSteps / kChunkSteps;
   static constexpr int kTileChunk = kChunkSteps * kStepBytes, kChunkBytes = kMT * kTileChunk;
@@ -38,7 +40,7 @@ constexpr int wide_blocks(int sms) {
 }
 template <class S, bool kPair>
 constexpr int wide_sum_blocks() {
-  return S::kLeaves == 1 ? 0 : groups_of(groups_of(S::kTotal, kPair ? 2 : 1) * S::kTokenTiles, S::kSumWarps);
+  return S::kLeaves == 1 ? 0 : groups_of(groups_of(S::kTotal, kPair ? 2 : 1) * S::kTokenTiles, S::kSumFragments);
 }
 
 // Chunks of weights through slots of a warp's own. Ring: gives `issue(slot)`, lane 0's next copy, if there is one.

@@ -66,7 +66,7 @@ struct ProductStage : StageDefaults {
 // The second kernel of a product as a stage.
 template <class S>
 struct TreeOf : StageDefaults {
-  static constexpr int kBlocks = S::kSumBlocks, kThreads = S::Wide::kSumWarps * kWarpSize, kResident = 2;
+  static constexpr int kBlocks = S::kSumBlocks, kThreads = S::Wide::kSumThreads, kResident = 4;
   static __device__ void run(const Step& s, const OpArgs& op) { S::template run<Sum>(s, op); }
 };
 

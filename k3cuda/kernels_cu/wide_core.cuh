@@ -1,4 +1,4 @@
-// The product of a step of many rows (128 and more; 64 where K has sixteen long leaves): the arithmetic and the packed weights of row_core.cuh,
+// The product of a step of many rows (64 to 1,024; on sm_90a also of 16 and 32: ProductStage says which): the arithmetic and the packed weights of row_core.cuh,
 // laid out for many tokens. A block keeps its tokens' part of one leaf of K in shared memory and lets the leaf's weights of many row tiles pass; each warp, on sm_90a
 // each four, takes tiles of its own and waits for no other. Leaf sums go to memory as fragments, where a second kernel adds them in the tree.
 // A byte of the result depends on none of it: a leaf is one chain of MMAs from zero, leaves meet as neighbours.
@@ -23,25 +23,23 @@ K3_DEVICE void wide_put(const float (&c)[S::kNT][4], int tile, int group, int le
 }
 
 // w: packed weights. x: tokens, `stride` elements apart. With one leaf epilogue(row, token, value) gets the results, for every token of
-// kRows; with more, `partial` gets leaf sums [tile][token tile][leaf][lane] for wide_sum. wide_blocks blocks, S::kSmem bytes.
+// kRows; with more, `partial` gets leaf sums [tile][token tile][leaf][lane] for wide_sum. S::kBlocks blocks, S::kSmem bytes. others: as in row_product.
 template <class S, class Epilogue>
-K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* partial, u8* smem, Epilogue&& epilogue) {
+K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* partial, u8* smem, Epilogue&& epilogue, int others = 0) {
   constexpr int kShared = S::kLeaves * S::kGroups, kTogether = S::kUnit / S::kMT;   // kTogether: warps that share a unit
-  const int leaf = int(blockIdx.x) % S::kLeaves, group = int(blockIdx.x) / S::kLeaves % S::kGroups;
-  // Shares take units in turn, so that the last tiles of all leaves are done last, and wide_sum, which begins with them, finds them in the L2;
-  // neighbours are in different blocks, so that in the last turn no SM has more than one unit more than another.
-  const int blocks = int(gridDim.x) / kShared, share = int(blockIdx.x) / kShared + warp_id() / kTogether * blocks, shares = blocks * (S::kWarps / kTogether);
-  const int first = share * S::kUnit, next = shares * S::kUnit;
-  WideRing<S> ring(w + size_t(leaf) * S::kSteps * kWarpSize, first + warp_id() % kTogether * S::kMT, next, smem);
-  ring.start();
+  const int block = int(blockIdx.x) - others, leaf = block % S::kLeaves, group = block / S::kLeaves % S::kGroups;
+  // Shares take units in turn, so that the last tiles of all leaves are done last, and wide_sum, which begins with them, finds them in the L2.
+  const int share = block / kShared, team = warp_id() / kTogether;   // warps beyond the teams only bring tokens
+  WideRing<S> ring(w + size_t(leaf) * S::kSteps * kWarpSize, team, share, smem);
+  if (warp_id() < S::kRings) ring.start(S::kAhead);
   grid_launch_next();
   grid_wait();
   x += size_t(group) * S::kNT * kTokenTile * stride + leaf * S::kSteps * 16;
   auto put = [&](const float (&c)[S::kNT][4], int tile) { wide_put<S>(c, tile, group, leaf, partial, epilogue); };
 #ifdef K3_WGMMA
-  column_tiles<S>(ring, x, stride, smem, first, next, put);
+  column_tiles<S>(ring, x, stride, smem, team, share, put);
 #else
-  token_tiles<S>(ring, x, stride, smem, first, next, put);
+  token_tiles<S>(ring, x, stride, smem, team, share, put);
 #endif
 }
 

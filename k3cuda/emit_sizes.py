@@ -13,6 +13,7 @@ MAX_SHARED = 227 * 1024  # bytes of shared memory a block can have, on every arc
 CACHE_BLOCK = 64   # elements of a cache row that the copy engine brings together (mla_core.cuh)
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, DECODE_ROWS)
 ROW_BUCKETS = (*DECODE_BUCKETS, 128, 256, 512, MAX_ROWS)  # a step runs in the smallest that holds its rows
+LEAF_SUM_ROWS = 16  # the fewest of a step with which a product may leave sums of leaves in memory
 H200_SMS = 132  # what a build for no device in particular spreads over
 # Multiprocessors of the GPUs of an architecture: a cubin is for one number, since kernels spread over all of them. H200 as its driver
 # says; others as published: H100 SXM 132, B200 148, GB200 152, GB300 152, B300 148. Any other GPU compiles for itself at its first step.
@@ -21,7 +22,7 @@ GPU_SMS = {"sm_90a": (H200_SMS,), "sm_100a": (148, 152), "sm_103a": (152, 148)}
 
 def has_leaf_sums(plan: Plan | DraftPlan, rows: int) -> bool:
     """Whether in a step of up to `rows` rows a product may leave sums of leaves in memory, for a second kernel: a draft has no memory for them."""
-    return rows >= DECODE_ROWS and not isinstance(plan, DraftPlan)
+    return rows >= LEAF_SUM_ROWS and not isinstance(plan, DraftPlan)
 
 
 def camel(name: str) -> str:

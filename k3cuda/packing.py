@@ -87,7 +87,7 @@ KERNELS = {"mla_attend": ("mla_attend", "mla_combine"), "mla_attend_own": ("mla_
 # The same in a step of more than DECODE_ROWS rows, where other kernels run it.
 WIDE_KERNELS = {"kda_mix": ("kda_gates", "kda_scan", "kda_norm"), "route": ("choose", "route_list", "shared_down"),
                 "moe_down": ("expert_items", "expert_sum")}
-# Kernels that multiply rows by one matrix: in a step of DECODE_ROWS rows and more each may have a second one, which adds leaf sums.
+# Kernels that multiply rows by one matrix: in a step of 16 rows and more (emit_sizes.LEAF_SUM_ROWS) each may have a second one, which adds leaf sums.
 PRODUCTS = frozenset(("kda_in", "mla_in", "mla_q", "o_proj", "dense_up", "dense_down", "moe_in", "shared_down", "latent_up", "lm_head"))
 SLICED = frozenset(("mla_attend", "mla_combine", "mla_attend_own", "mla_combine_own"))  # take DECODE_ROWS rows at most: launched for one slice after the other
 MAX_PACKED = max(map(len, PACKED.values()))

@@ -124,7 +124,8 @@ class ExpertCase:
 
 # name -> (output rows, leaves, k-steps a leaf, tokens, whether row tiles meet in pairs)
 WIDE = {"wide": (40, 16, 2, 128, False), "wide_odd": (56, 2, 3, 128, False), "wide_64": (88, 4, 6, 64, False), "wide_one": (104, 1, 5, 128, False),
-        "wide_long": (24, 2, 28, 128, False), "wide_64_long": (72, 16, 18, 64, False), "wide_pairs": (64, 4, 1, 128, True)}
+        "wide_long": (24, 2, 28, 128, False), "wide_64_long": (72, 16, 18, 64, False), "wide_64_short": (72, 16, 6, 64, False),
+        "wide_64_one": (104, 1, 40, 64, False), "wide_16": (72, 16, 14, 16, False), "wide_32_one": (104, 1, 28, 32, False), "wide_pairs": (64, 4, 1, 128, True)}
 WIDE_SMS = 5   # blocks walk over several groups of tiles
 
 
@@ -134,17 +135,17 @@ def wide_source(name: str) -> str:
     values, stored = ("float a, float b", "0.5f * (a - b)") if pair else ("float v", "v")
     store = f"[&](int row, int token, {values}) {{ if (row < outputs) y[size_t(token) * outputs + row] = {stored}; }}"
     return f"""#include "wide_core.cuh"
-typedef WideShape<{repack.tiles_of(rows)}, {leaves}, {steps}, {tokens}> S;
+typedef WideShape<{repack.tiles_of(rows)}, {leaves}, {steps}, {tokens}, {WIDE_SMS}> S;
 static_assert(S::kFits, "");
 extern "C" __global__ void __launch_bounds__(S::kThreads) {name}(const uint4* w, const bf16* x, int stride, f32x4* partial, float* y, int outputs) {{
   K3_DYN_SMEM(u8, smem);
   auto store = {store};
   wide_product<S>(w, x, stride, partial, smem, [&](int row, int token, float v) {{ {"" if pair else "store(row, token, v);"} }});
 }}
-extern "C" __global__ void __launch_bounds__(S::kSumWarps * kWarpSize) {name}_tree(const f32x4* partial, float* y, int outputs) {{
+extern "C" __global__ void __launch_bounds__(S::kSumThreads) {name}_tree(const f32x4* partial, float* y, int outputs) {{
   wide_sum<S, {str(pair).lower()}>(partial, {store});
 }}
-extern "C" __constant__ int {name}_launch[5] = {{wide_blocks<S>({WIDE_SMS}), S::kThreads, S::kSmem, wide_sum_blocks<S, {str(pair).lower()}>(), S::kSumWarps * kWarpSize}};
+extern "C" __constant__ int {name}_launch[5] = {{S::kBlocks, S::kThreads, S::kSmem, wide_sum_blocks<S, {str(pair).lower()}>(), S::kSumThreads}};
 """
 
 

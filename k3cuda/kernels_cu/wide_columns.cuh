@@ -4,10 +4,11 @@
 #include "wide_ring.cuh"
 #ifdef K3_WGMMA
 
-// Tokens as columns in cores: [k-step][8 k of it][token tile].
-template <class S>
-K3_DEVICE void wide_columns(const bf16* x, int stride, u8* shared) {
-  constexpr int kCore = S::kNT * 128, kAll = S::kPairs * S::kNT, kEach = groups_of(kAll, S::kWarps), kBatch = min_of(kEach, 8);   // kBatch: loads under way
+// Tokens as columns in cores: [k-step][8 k of it][token tile]. asked() comes between the last loads and the stores of what they bring.
+template <class S, class Asked>
+K3_DEVICE void wide_columns(const bf16* x, int stride, u8* shared, Asked&& asked) {
+  constexpr int kCore = S::kNT * 128, kAll = S::kPairs * S::kNT, kEach = groups_of(kAll, S::kWarps);
+  constexpr int kBatch = groups_of(kEach, groups_of(kEach, 12));   // loads under way
   auto place = [](int i) { return warp_id() + i * S::kWarps; };   // pair of steps and token tile
 #pragma unroll 1
   for (int first = 0; first < kEach; first += kBatch) {
@@ -23,10 +24,11 @@ K3_DEVICE void wide_columns(const bf16* x, int stride, u8* shared) {
         v[i] = load_activations((const uint4*)from + lane_id() % 4);
       }
     }
+    if (first + kBatch >= kEach) asked();
     K3_UNROLL
     for (int i = 0; i < kBatch; ++i) {
       const int at = place(first + i), p = at / S::kNT;
-      if (first + i >= kEach || at >= kAll) break;
+      if (kEach % kBatch && first + i >= kEach || kAll % S::kWarps && at >= kAll) break;
       u32* to = (u32*)(shared + p * 4 * kCore + at % S::kNT * 128) + lane_id();   // a lane's word of a core: token lane / 4, k 2 (lane % 4) and one more
       to[0] = v[i].x, to[kCore / 4] = v[i].y;
       if (S::kSteps % 2 == 0 || p < S::kSteps / 2) to[2 * kCore / 4] = v[i].z, to[3 * kCore / 4] = v[i].w;
@@ -65,14 +67,18 @@ K3_DEVICE void columns_leaf(float (&c)[S::kNT][4], Ring& ring, const u8* x, bool
 
 // As token_tiles.
 template <class S, class Put>
-K3_DEVICE void column_tiles(WideRing<S>& ring, const bf16* x, int stride, u8* smem, int first, int next, Put&& put) {
-  wide_columns<S>(x, stride, smem);
+K3_DEVICE void column_tiles(WideRing<S>& ring, const bf16* x, int stride, u8* smem, int team, int share, Put&& put) {
+  wide_columns<S>(x, stride, smem, [&] {
+    if (S::kAhead < S::kSlots && warp_id() < S::kRings) ring.fill(S::kAhead, S::kSlots);
+  });
 #pragma unroll 1
-  for (int unit = first; unit < S::kTotal; unit += next) {   // the four warps make equal turns
-    const int tile = unit + warp_id() % S::kUnit;
+  for (int unit = team < S::kTeams ? team : S::kMostUnits; unit < S::kMostUnits; unit += S::kTeams) {   // the four warps make equal turns
+    const WideUnit<S> now(unit, share);
+    if (now.first == now.end) break;
+    const int tile = now.first + warp_id() % S::kUnit;
     float c[S::kNT][4];
-    columns_leaf<S>(c, ring, smem, tile < S::kTotal);
-    if (tile < S::kTotal) put(c, tile);
+    columns_leaf<S>(c, ring, smem, tile < now.end);
+    if (tile < now.end) put(c, tile);
   }
 }
 #endif

@@ -1,4 +1,4 @@
-// The product of a step of many rows (128 and more; 64 where K has sixteen long leaves): the arithmetic and the packed weights of row_core.cuh,
+// The product of a step of many rows (64 to 1,024; on sm_90a also of 16 and 32: ProductStage says which): the arithmetic and the packed weights of row_core.cuh,
 // laid out for many tokens. A block keeps its tokens' part of one leaf of K in shared memory and lets the leaf's weights of many row tiles pass; each warp, on sm_90a
 // each four, takes tiles of its own and waits for no other. Leaf sums go to memory as fragments, where a second kernel adds them in the tree.
 // A byte of the result depends on none of it: a leaf is one chain of MMAs from zero, leaves meet as neighbours.
@@ -23,25 +23,23 @@ K3_DEVICE void wide_put(const float (&c)[S::kNT][4], int tile, int group, int le
 }
 
 // w: packed weights. x: tokens, `stride` elements apart. With one leaf epilogue(row, token, value) gets the results, for every token of
-// kRows; with more, `partial` gets leaf sums [tile][token tile][leaf][lane] for wide_sum. wide_blocks blocks, S::kSmem bytes.
+// kRows; with more, `partial` gets leaf sums [tile][token tile][leaf][lane] for wide_sum. S::kBlocks blocks, S::kSmem bytes. others: as in row_product.
 template <class S, class Epilogue>
-K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* partial, u8* smem, Epilogue&& epilogue) {
+K3_DEVICE void wide_product(const uint4* w, const bf16* x, int stride, f32x4* partial, u8* smem, Epilogue&& epilogue, int others = 0) {
   constexpr int kShared = S::kLeaves * S::kGroups, kTogether = S::kUnit / S::kMT;   // kTogether: warps that share a unit
-  const int leaf = int(blockIdx.x) % S::kLeaves, group = int(blockIdx.x) / S::kLeaves % S::kGroups;
-  // Shares take units in turn, so that the last tiles of all leaves are done last, and wide_sum, which begins with them, finds them in the L2;
-  // neighbours are in different blocks, so that in the last turn no SM has more than one unit more than another.
-  const int blocks = int(gridDim.x) / kShared, share = int(blockIdx.x) / kShared + warp_id() / kTogether * blocks, shares = blocks * (S::kWarps / kTogether);
-  const int first = share * S::kUnit, next = shares * S::kUnit;
-  WideRing<S> ring(w + size_t(leaf) * S::kSteps * kWarpSize, first + warp_id() % kTogether * S::kMT, next, smem);
-  ring.start();
+  const int block = int(blockIdx.x) - others, leaf = block % S::kLeaves, group = block / S::kLeaves % S::kGroups;
+  // Shares take units in turn, so that the last tiles of all leaves are done last, and wide_sum, which begins with them, finds them in the L2.
+  const int share = block / kShared, team = warp_id() / kTogether;   // warps beyond the teams only bring tokens
+  WideRing<S> ring(w + size_t(leaf) * S::kSteps * kWarpSize, team, share, smem);
+  if (warp_id() < S::kRings) ring.start(S::kAhead);
   grid_launch_next();
   grid_wait();
   x += size_t(group) * S::kNT * kTokenTile * stride + leaf * S::kSteps * 16;
   auto put = [&](const float (&c)[S::kNT][4], int tile) { wide_put<S>(c, tile, group, leaf, partial, epilogue); };
 #ifdef K3_WGMMA
-  column_tiles<S>(ring, x, stride, smem, first, next, put);
+  column_tiles<S>(ring, x, stride, smem, team, share, put);
 #else
-  token_tiles<S>(ring, x, stride, smem, first, next, put);
+  token_tiles<S>(ring, x, stride, smem, team, share, put);
 #endif
 }
 
@@ -69,28 +67,61 @@ template <class A, class E> K3_DEVICE float addend_of(const Added<A, E>& e, int 
 template <class E> K3_DEVICE void finish(const E& e, int row, int token, float v, float) { e(row, token, v); }
 template <class A, class E> K3_DEVICE void finish(const Added<A, E>& e, int row, int token, float v, float addend) { e.epilogue(row, token, v, addend); }
 
-// Adds leaf sums and finishes; epilogue as in row_product. wide_sum_blocks blocks of S::kSumWarps warps.
+// What neighbouring lanes have of the same four values, added: neighbours first, each lane keeps its part. Four lanes: one value a lane, two: two.
+template <int kLanes>
+K3_DEVICE void meet_lanes(float (&v)[4]) {
+  K3_UNROLL
+  for (int d = 1, keep = 2; d < kLanes; d *= 2, keep /= 2) {
+    const bool upper = lane_id() & d;
+    K3_UNROLL
+    for (int i = 0; i < keep; ++i) {
+      const float mine = upper ? v[keep + i] : v[i], other = upper ? v[i] : v[keep + i];
+      v[i] = mine + __shfl_xor_sync(kFullWarp, other, d);
+    }
+  }
+}
+
+// Adds leaf sums and finishes; epilogue as in row_product. wide_sum_blocks blocks of S::kSumThreads threads. A thread adds a few leaves of a lane of a fragment and
+// finishes one value (few leaves: some), so that the code, which comes from the L2, is short, and the stores of a warp are rows side by side.
 template <class S, bool kPair, class Epilogue>
 K3_DEVICE void wide_sum(const f32x4* partial, Epilogue&& epilogue) {
-  constexpr int kTiles = kPair ? 2 : 1;
-  grid_wait();
+  constexpr int kTiles = kPair ? 2 : 1, kLanes = S::kSumLanes, kOwn = S::kLeaves / kLanes, kValues = 4 / kLanes, kStride = kTileRows + 1;
+  __shared__ float sums[kTiles][S::kSumFragments * kTokenTile * kStride];
   grid_launch_next();
-  const int job = (int(gridDim.x) - int(blockIdx.x)) * S::kSumWarps - 1 - warp_id(), token_tile = job % S::kTokenTiles, tile = job / S::kTokenTiles * kTiles;
-  if (tile >= S::kTotal) return;
+  grid_wait();
+  const int first = (int(gridDim.x) - 1 - int(blockIdx.x)) * S::kSumFragments;
+  auto tile_of = [&](int fragment) { return (first + fragment) / S::kTokenTiles * kTiles; };
+  // This thread's values: fragment, token and row in it.
+  auto place = [&](int i, auto&& use) {
+    const int at = threadIdx.x + i * S::kSumThreads, fragment = at / (kTileRows * kTokenTile), token = at / kTileRows % kTokenTile, row = at % kTileRows;
+    if (tile_of(fragment) < S::kTotal)
+      use(tile_of(fragment) / kTiles * kTileRows + row, (first + fragment) % S::kTokenTiles * kTokenTile + token, (at / kTileRows) * kStride + row);
+  };
+  float addend[kValues];
+  K3_UNROLL
+  for (int i = 0; i < kValues; ++i) place(i, [&](int row, int token, int) { addend[i] = addend_of(epilogue, row, token); });
+  const int part = threadIdx.x % kLanes, lane = threadIdx.x / kLanes % kWarpSize, fragment = threadIdx.x / (kLanes * kWarpSize);
   f32x4 v[kTiles];
   K3_UNROLL
-  for (int t = 0; t < kTiles; ++t)   // an odd last tile has no neighbour: its place is not used
-    v[t] = wide_tree<S::kLeaves>(partial + (size_t(min_of(tile + t, S::kTotal - 1)) * S::kTokenTiles + token_tile) * S::kLeaves * kWarpSize + lane_id());
-  auto row_of = [&](int i) { return tile / kTiles * kTileRows + lane_id() / 4 + i / 2 * 8; };
-  auto token_of = [&](int i) { return token_tile * kTokenTile + lane_id() % 4 * 2 + i % 2; };
-  if constexpr (kPair) {
-    K3_UNROLL
-    for (int i = 0; i < 4; ++i) epilogue(row_of(i), token_of(i), (&v[0].x)[i], (&v[1].x)[i]);
-  } else {
-    float addend[4];
-    K3_UNROLL
-    for (int i = 0; i < 4; ++i) addend[i] = addend_of(epilogue, row_of(i), token_of(i));
-    K3_UNROLL
-    for (int i = 0; i < 4; ++i) finish(epilogue, row_of(i), token_of(i), (&v[0].x)[i], addend[i]);
+  for (int t = 0; t < kTiles; ++t) {   // an odd last tile has no neighbour, and beyond the last fragment is none: their places are not used
+    const int tile = min_of(tile_of(fragment) + t, S::kTotal - 1), token_tile = (first + fragment) % S::kTokenTiles;
+    v[t] = wide_tree<kOwn>(partial + ((size_t(tile) * S::kTokenTiles + token_tile) * S::kLeaves + part * kOwn) * kWarpSize + lane);
   }
+  K3_UNROLL
+  for (int t = 0; t < kTiles; ++t) {
+    float sum[4] = {v[t].x, v[t].y, v[t].z, v[t].w};
+    meet_lanes<kLanes>(sum);
+    K3_UNROLL
+    for (int j = 0; j < kValues; ++j) {
+      const int i = kLanes == 4 ? part % 2 * 2 + part / 2 : kLanes == 2 ? part * 2 + j : j;   // of the fragment's four values at its lane
+      sums[t][(fragment * kTokenTile + lane % 4 * 2 + i % 2) * kStride + lane / 4 + i / 2 * 8] = sum[j];
+    }
+  }
+  __syncthreads();
+  K3_UNROLL
+  for (int i = 0; i < kValues; ++i)
+    place(i, [&](int row, int token, int at) {
+      if constexpr (kPair) epilogue(row, token, sums[0][at], sums[1][at]);
+      else finish(epilogue, row, token, sums[0][at], addend[i]);
+    });
 }

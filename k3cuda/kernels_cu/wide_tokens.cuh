@@ -57,14 +57,16 @@ K3_DEVICE void wide_leaf(float (&c)[S::kMT][S::kNT][4], Ring& ring, const uint4*
   }
 }
 
-// Units of tiles from `first` on, `next` apart, against every token of the block. x: at the leaf, the block's first token. put(leaf sums, tile).
+// The team's units against every token of the block. x: at the leaf, the block's first token. put(leaf sums, tile).
 template <class S, class Put>
-K3_DEVICE void token_tiles(WideRing<S>& ring, const bf16* x, int stride, u8* smem, int first, int next, Put&& put) {
+K3_DEVICE void token_tiles(WideRing<S>& ring, const bf16* x, int stride, u8* smem, int team, int share, Put&& put) {
   wide_tokens<S>(x, stride, (uint4*)smem);
 #pragma unroll 1
-  for (int tile = first; tile < S::kTotal; tile += next) {
+  for (int unit = team; unit < S::kMostUnits; unit += S::kTeams) {
+    const WideUnit<S> now(unit, share);
+    const int tile = now.first, count = now.end - tile;
+    if (count == 0) break;
     float c[S::kMT][S::kNT][4];
-    const int count = min_of(S::kMT, S::kTotal - tile);
     if (count == S::kMT) wide_leaf<S, true>(c, ring, (const uint4*)smem, count);
     else wide_leaf<S, false>(c, ring, (const uint4*)smem, count);
     K3_UNROLL

@@ -43,22 +43,26 @@ struct Sum { static constexpr bool kAdds = true; };
 // A stage that is one product over kTotal row tiles, for every block of kBlocksY once.
 //   kTokens  rows of the step that it is for
 //   kOnce    whether more than kDecodeRows of them are one product (wide_core.cuh) where they fit; else slices of so many, along z.
-//            kLongToo: of sixteen long leaves kDecodeRows are one as well: what row_core.cuh does with them is bound by x, which every block reads again
-enum Once { kNever, kInWideSteps, kLongToo };
-template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens = kRows, Once kOnce = kLongToo>
+//            kFewToo: fewer rows as well, from kLeast on: what row_core.cuh does with them is bound by x, which every block reads again.
+//            kNever: a step of more than 16 rows is slices of so many, whose clusters of blocks are fewer at a time
+enum Once { kNever, kInWideSteps, kFewToo };
+template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens = kRows, Once kOnce = kFewToo>
 struct ProductStage : StageDefaults {
   static constexpr bool kPair = kPair_;
-  static constexpr int kTiles = kTotal, kSlice = min_of(kTokens, kDecodeRows);
+  static constexpr int kTiles = kTotal, kSlice = min_of(kTokens, kOnce == kNever ? 16 : kDecodeRows);
   static constexpr size_t kMatrix = size_t(kTotal) * kLeaves * kSteps * kWarpSize;   // elements of its weights: where each head has a matrix, to the next one
   typedef RowAuto<kTotal, kLeaves, kSteps, kSlice <= kTokenTile ? 1 : kSlice / kTokenTile, kPair, kSms> Shape;
-  typedef WideShape<kTotal, kLeaves, kSteps, max_of(kTokens, kDecodeRows)> Wide;
+  typedef WideShape<kTotal, kLeaves, kSteps, max_of(kTokens, kLeastWide), kSms> Wide;
   static constexpr bool kIsLong = kLeaves == 16 && kSteps > 16;
-  static constexpr bool kIsOnce = kTokens > kDecodeRows ? kOnce != kNever : kTokens == kDecodeRows && kOnce == kLongToo && kIsLong && kHasLeafSums;
+  // The fewest rows from which on it is faster so (docs/kernels.md, "Steps of 16 to 64 rows").
+  static constexpr int kLeast = !kWideColumns ? (kIsLong ? kDecodeRows : kDecodeRows + 1) : kLeaves == 1 && kSteps > 16 ? 32 : kLeaves < 16 ? kDecodeRows + 1
+                                : !kIsLong ? kDecodeRows : kTotal >= 150 ? 16 : 32;
+  static constexpr bool kIsOnce = kTokens > kDecodeRows ? kOnce != kNever : kOnce == kFewToo && kHasLeafSums && kTokens >= kLeast;
   static constexpr bool kIsWide = kIsOnce && Wide::kFits && !(kPair && kLeaves == 1);
   typedef ManyShape<kTotal, kLeaves, kSteps, max_of(kSlice / kTokenTile, 1), kPair ? 2 : 1, kSms> Many;
   // Sixteen long leaves of fewer rows are faster in row_core.cuh (docs/kernels.md, "Steps of 64 sequences").
   static constexpr bool kIsMany = !kIsWide && kOnce != kNever && kSlice > kTokenTile && (kLeaves == 16 ? !kIsLong : kLeaves == 1 && kSteps > 32) && Many::kFits;
-  static constexpr int kBlocks = kIsWide ? wide_blocks<Wide>(kSms) : kIsMany ? Many::kBlocks : row_blocks<Shape>(kTotal, kSms),
+  static constexpr int kBlocks = kIsWide ? Wide::kBlocks : kIsMany ? Many::kBlocks : row_blocks<Shape>(kTotal, kSms),
                        kBlocksZ = kIsWide ? 1 : kTokens / kSlice, kThreads = kIsWide ? Wide::kThreads : kIsMany ? Many::kThreads : Shape::kThreads,
                        kCluster = kIsWide ? 1 : kIsMany ? Many::kCS : Shape::kCS, kSmem = kIsWide ? Wide::kSmem : kIsMany ? Many::kSmem : Shape::kSmem;
   static constexpr int kSumBlocks = kIsWide ? wide_sum_blocks<Wide, kPair>() : 0;   // 0: there is no second kernel
@@ -67,18 +71,18 @@ struct ProductStage : StageDefaults {
 // The second kernel of a product as a stage.
 template <class S>
 struct TreeOf : StageDefaults {
-  static constexpr int kBlocks = S::kSumBlocks, kThreads = S::Wide::kSumWarps * kWarpSize, kResident = 2;
+  static constexpr int kBlocks = S::kSumBlocks, kThreads = S::Wide::kSumThreads, kResident = 4;
   static __device__ void run(const Step& s, const OpArgs& op) { S::template run<Sum>(s, op); }
 };
 
 // The product of stage S, one of its kernels. w: [tile][leaf][step][lane]. x: row-major, `stride` elements a row. epilogue as in row_product.
-// others: blocks before those of a narrow product, which do something else.
+// others: blocks before those of the product, which do something else.
 template <class S, class Kernel, class Epilogue>
 K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride, Epilogue&& epilogue, int others = 0) {
   K3_DYN_SMEM(u8, smem);
   if constexpr (S::kIsWide) {
     if constexpr (Kernel::kAdds && S::kSumBlocks > 0) wide_sum<typename S::Wide, S::kPair>((const f32x4*)product_work(s), epilogue);
-    else if constexpr (!Kernel::kAdds) wide_product<typename S::Wide>(w, x, stride, (f32x4*)product_work(s), smem, epilogue);
+    else if constexpr (!Kernel::kAdds) wide_product<typename S::Wide>(w, x, stride, (f32x4*)product_work(s), smem, epilogue, others);
   } else if constexpr (!Kernel::kAdds) {
     const int first = S::kBlocksZ > 1 ? int(blockIdx.z) * S::kSlice : 0;
     if constexpr (S::kIsMany)

@@ -69,7 +69,9 @@ struct choose : StageDefaults {
   }
 };
 
-struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, kSharedDownProjSteps, false, kRows, kInWideSteps> {
+// Of several leaves in wide steps alone: route has no second kernel.
+constexpr Once kSharedDownOnce = kSharedDownProjLeaves == 1 ? kFewToo : kInWideSteps;
+struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, kSharedDownProjSteps, false, kRows, kSharedDownOnce> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op, int others = 0) {
     product<shared_down, Kernel>(s, w_shared_down_proj(op), shared_act(s), kOwnSharedIntermediateSize, [&](int row, int token, float v) {
       if (row < kHiddenSize) put_shared_partial(s, token, row, v);
@@ -82,7 +84,7 @@ struct route : shared_down {
   static constexpr int kChoosers = ceil_div(kRows, kCluster) * kCluster, kBlocks = kChoosers + shared_down::kBlocks;
   static constexpr int kSmem = max_of(shared_down::kSmem, sizeof(RouteSmem<choose::Shape<kThreads>>));
   static __device__ void run(const Step& s, const OpArgs& op) {
-    static_assert(kRows > kDecodeRows || !kIsWide, "a wide product has all blocks of its kernel, and one to add leaf sums");
+    static_assert(kRows > kDecodeRows || !kSumBlocks, "no second kernel adds leaf sums");
     K3_DYN_SMEM(u8, smem);
     if (blockIdx.x < kChoosers) choose::row<kThreads>(s, op, blockIdx.x, *(RouteSmem<choose::Shape<kThreads>>*)smem);
     else shared_down::run(s, op, kChoosers);

@@ -177,16 +177,24 @@ def _put(m: Move, plan: Plan | DraftPlan, t: Tables, offsets: dict[str, int], ri
     source, shape = t.buffers[m.source], buffer_shape(t.buffers[m.source], t.dims)
     kind, width = C_TYPES[source.dtype], prod(shape[source.cut or 1:])
     layered = ", const OpArgs& op" if source.is_layered else ""
-    head = f"K3_DEVICE void put_{m.source}(const Step& s{layered}, int token, int column, {kind} v) {{"
+    name, args = f"K3_DEVICE void put_{m.source}(const Step& s{layered}, int token, int column,", f"s{', op' if layered else ''}"
+    one = f"{name} {kind} v) {{ put_{m.source}({args}, token, column, Neighbours<{kind}, 1>{{{{v}}}}); }}"
+    return f"template <int kCount> {name} const Neighbours<{kind}, kCount>& v) {{{_put_run(m, plan, t, offsets, ride, args)}}}\n{one}"
+
+
+def _put_run(m: Move, plan: Plan | DraftPlan, t: Tables, offsets: dict[str, int], ride: bool, args: str) -> str:
+    """The body of it for neighbours `v` of a token, which go to one place: a run starts at a multiple of its length, and all lengths are multiples of it."""
+    source, shape = t.buffers[m.source], buffer_shape(t.buffers[m.source], t.dims)
+    kind, width = C_TYPES[source.dtype], prod(shape[source.cut or 1:])
     if not ride or plan.tp == 1:
-        return f"{head} {m.source}(s{', op' if layered else ''})[size_t(token) * {width} + column] = v; }}"
+        return f" *(Neighbours<{kind}, kCount>*)({m.source}({args}) + size_t(token) * {width} + column) = v; "
     if m.how == SCATTER:   # one receiver; looped back, the one rank stands for all: it has the place of whoever it is
         own = width // plan.tp
-        return (f"{head}\n  int peer = column / {own}, place = s.loopback ? peer : s.rank;\n"
-                f"  (({kind}*)(s.peers[peer] + {offsets[m.target]}ull))[(size_t(place) * kMaxRows + token) * {own} + column % {own}] = v;\n}}")
-    first = f"size_t({plan.tp * prod(shape[1:])}) * op.kind_index + " if layered else ""
+        return (f"\n  int peer = column / {own}, place = s.loopback ? peer : s.rank;\n"
+                f"  *(Neighbours<{kind}, kCount>*)(({kind}*)(s.peers[peer] + {offsets[m.target]}ull) + (size_t(place) * kMaxRows + token) * {own} + column % {own}) = v;\n")
+    first = f"size_t({plan.tp * prod(shape[1:])}) * op.kind_index + " if source.is_layered else ""
     row, slot = (f"size_t(token) * kRanks * {width}", str(width)) if m.how == GATHER else (f"token * {width}", f"kDecodeRows * {width}")
-    return f"{head} put_all(s, {offsets[m.target]}ull + sizeof({kind}) * ({first}{row} + column), sizeof({kind}) * {slot}, v); }}"
+    return f" put_all(s, {offsets[m.target]}ull + sizeof({kind}) * ({first}{row} + column), sizeof({kind}) * {slot}, v); "
 
 
 def _accessor(b: Buffer, offsets: dict[str, int], t: Tables) -> str:

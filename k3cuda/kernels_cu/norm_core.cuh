@@ -29,9 +29,6 @@ struct NormShape {
   static_assert(kBlocks <= 8, "a warp combines two sums of every block");
 };
 
-// Neighbours that are loaded and stored at once.
-template <class T, int kCount> struct alignas(sizeof(T) * kCount) Neighbours { T v[kCount]; };
-
 struct NormRow {
   const int* row_slot;                          // [rows], -1 pads; null: every row is live
   const int* row_map;                           // row of the inputs that output row i takes, -1 for none; null: i itself

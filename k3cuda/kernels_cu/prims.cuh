@@ -8,6 +8,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 struct __align__(2) bf16 { u16 bits; };
+// Neighbours that are loaded and stored at once.
+template <class T, int kCount> struct alignas(sizeof(T) * kCount) Neighbours { T v[kCount]; };
 
 constexpr int kWarpSize = 32;
 constexpr u32 kFullWarp = 0xffffffffu;
@@ -351,4 +353,15 @@ template <int kCount>
 K3_DEVICE float tree_sum(const float* v, int stride) {
   if constexpr (kCount == 1) return v[0];
   else return tree_sum<kCount / 2>(v, stride) + tree_sum<kCount / 2>(v + kCount / 2 * stride, stride);
+}
+// The same of kRun neighbours, each by itself.
+template <int kCount, int kRun>
+K3_DEVICE Neighbours<float, kRun> tree_sums(const float* v, int stride) {
+  if constexpr (kCount == 1) return *(const Neighbours<float, kRun>*)v;
+  else {
+    Neighbours<float, kRun> sums = tree_sums<kCount / 2, kRun>(v, stride), right = tree_sums<kCount / 2, kRun>(v + kCount / 2 * stride, stride);
+    K3_UNROLL
+    for (int i = 0; i < kRun; ++i) sums.v[i] += right.v[i];
+    return sums;
+  }
 }

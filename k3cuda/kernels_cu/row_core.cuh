@@ -129,12 +129,25 @@ struct LeafRun {
   }
 };
 
-// Leaf sums of all warps and blocks become finished values: finish(row in tile, token, tile of the block's, values of kValues tiles from that on).
-// The blocks of a cluster tell each other theirs by stores that count themselves at the owner of a (row, token) pair; no block waits
+// An epilogue that takes the values of kRun neighbouring rows of a token at once, or of as many as a block finishes: fewer and wider stores. Where it gets
+// them one by one it takes a float.
+template <int kRun, class Epilogue>
+struct InRuns {
+  Epilogue epilogue;
+  template <class V> K3_DEVICE void operator()(int row, int token, const V& v) const { epilogue(row, token, v); }
+};
+template <int kRun, class E> K3_DEVICE InRuns<kRun, E> in_runs(const E& e) { return {e}; }
+template <class E> struct RunOf { static constexpr int kRun = 1; };
+template <int kRun_, class E> struct RunOf<InRuns<kRun_, E>> { static constexpr int kRun = kRun_; };
+
+// Leaf sums of all warps and blocks become finished values: finish(row in tile, token, tile of the block's, values of kRun rows from that on in each of kValues
+// tiles from that on). The blocks of a cluster tell each other theirs by stores that count themselves at the owner of a (row, token) pair; no block waits
 // for anything else. Two inboxes in turn: who sends for a group has heard all of the one before, so none is two ahead.
-template <class S, int kValues, class Finish>
+template <class S, int kValues, int kRun, class Finish>
 K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, int group, u8* smem, Finish&& finish) {
+  typedef Neighbours<float, kRun> Run;
   constexpr int kTurns = S::kTiles / kValues, kOwnRows = kTileRows / S::kCS;
+  static_assert(kOwnRows % kRun == 0, "a block finishes whole runs");
   float* partial = (float*)(smem + S::kPartialAt);   // [leaf warp][tile][token][row]
   float* inbox = (float*)(smem + S::kInboxAt) + group % 2 * S::kInbox;   // [source block][tile][owned pair]
   u64* heard = (u64*)(smem + S::kHeardAt) + group % 2;
@@ -155,29 +168,33 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, int group, u8
     if (group == 0) cluster_wait();   // every block's inbox stands
     if (threadIdx.x == 0) inbox_expect(heard, live * kTileRows * S::kTiles * 4);
   }
-  K3_ROLLED
-  for (u32 i = threadIdx.x; i < u32(live * kTurns * kTileRows); i += S::kThreads) {
-    const int row = i % kTileRows, tile = i / kTileRows % kTurns * kValues, token = i / kTileRows / kTurns;
-    float v[kValues];
-    K3_UNROLL
-    for (int t = 0; t < kValues; ++t)
-      v[t] = tree_sum<S::kWK>(partial + ((tile + t) * S::kTokens + token) * S::kTokenStride + row, S::kPartial);
-    if constexpr (S::kCS == 1) finish(row, token, tile, v);
-    else {
+  if constexpr (S::kCS == 1) {
+    K3_ROLLED
+    for (u32 i = threadIdx.x; i < u32(live * kTurns * (kTileRows / kRun)); i += S::kThreads) {
+      const int row = i % (kTileRows / kRun) * kRun, tile = i / (kTileRows / kRun) % kTurns * kValues, token = i / (kTileRows / kRun) / kTurns;
+      Run v[kValues];
       K3_UNROLL
       for (int t = 0; t < kValues; ++t)
-        send(inbox + (cluster_rank() * S::kTiles + tile + t) * S::kOwned + token * kOwnRows + row / S::kCS, row % S::kCS, v[t], heard);
+        v[t] = tree_sums<S::kWK, kRun>(partial + ((tile + t) * S::kTokens + token) * S::kTokenStride + row, S::kPartial);
+      finish(row, token, tile, v);
     }
-  }
-  if constexpr (S::kCS > 1) {
+  } else {
+    K3_ROLLED
+    for (u32 i = threadIdx.x; i < u32(live * S::kTiles * kTileRows); i += S::kThreads) {
+      const int row = i % kTileRows, tile = i / kTileRows % S::kTiles, token = i / kTileRows / S::kTiles;
+      const float v = tree_sum<S::kWK>(partial + (tile * S::kTokens + token) * S::kTokenStride + row, S::kPartial);
+      // An owner has neighbouring rows, which lie side by side in memory.
+      send(inbox + (cluster_rank() * S::kTiles + tile) * S::kOwned + token * kOwnRows + row % kOwnRows, row / kOwnRows, v, heard);
+    }
     inbox_wait(heard, group / 2 & 1);
     K3_ROLLED
-    for (u32 i = threadIdx.x; i < u32(live * kTurns * kOwnRows); i += S::kThreads) {
-      const int row = i % kOwnRows, tile = i / kOwnRows % kTurns * kValues, token = i / kOwnRows / kTurns;
-      float v[kValues];
+    for (u32 i = threadIdx.x; i < u32(live * kTurns * (kOwnRows / kRun)); i += S::kThreads) {
+      const int row = i % (kOwnRows / kRun) * kRun, tile = i / (kOwnRows / kRun) % kTurns * kValues, token = i / (kOwnRows / kRun) / kTurns;
+      Run v[kValues];
       K3_UNROLL
-      for (int t = 0; t < kValues; ++t) v[t] = tree_sum<S::kCS>(inbox + (tile + t) * S::kOwned + token * kOwnRows + row, S::kTiles * S::kOwned);
-      finish(row * S::kCS + int(cluster_rank()), token, tile, v);
+      for (int t = 0; t < kValues; ++t)
+        v[t] = tree_sums<S::kCS, kRun>(inbox + (tile + t) * S::kOwned + token * kOwnRows + row, S::kTiles * S::kOwned);
+      finish(int(cluster_rank()) * kOwnRows + row, token, tile, v);
     }
   }
 }
@@ -188,10 +205,10 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, int group, u8
 //   rows        live tokens; columns beyond are neither read nor written
 //   smem        S::kSmem bytes of dynamic shared memory
 //   others      blocks at the start of the grid that do something else: whole clusters
-// epilogue(row, token, value) runs once for every row and live token; with kPair epilogue(row, token, even, odd) gets two
-// neighbouring tiles at once, row counted within either half (gate and up of a GLU).
+// epilogue(row, token, value) runs once for every row and live token, or for runs of rows (InRuns); with kPair epilogue(row, token, even, odd) gets
+// two neighbouring tiles at once, row counted within either half (gate and up of a GLU).
 template <class S, bool kPair = false, class Epilogue>
-K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride, int rows, u8* smem, Epilogue&& epilogue, int others = 0) {
+K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride, int rows, u8* smem, const Epilogue& epilogue, int others = 0) {
   int leaf_in_block = warp_id() % S::kWK * S::kWarpLeaves;
   int first_leaf = int(cluster_rank()) * S::kWK * S::kWarpLeaves + leaf_in_block;
   Groups<S> groups(tiles, others);
@@ -211,12 +228,13 @@ K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride,
   for (int g = 0; groups.has(g); ++g) {
     Accumulator<S> acc;
     run.template sum<0, S::kWarpLeaves>(acc);
-    constexpr int kValues = kPair ? 2 : 1;
+    constexpr int kValues = kPair ? 2 : 1, kRun = min_of(RunOf<Epilogue>::kRun, kTileRows / S::kCS);
     static_assert(S::kTiles % kValues == 0, "a pair of tiles lies in one block");
     const int first = groups.tile(g);
-    combine_leaves<S, kValues>(acc, rows, g, smem, [&](int row, int token, int tile, const float (&v)[kValues]) {
+    combine_leaves<S, kValues, kRun>(acc, rows, g, smem, [&](int row, int token, int tile, const Neighbours<float, kRun> (&v)[kValues]) {
       if (first + tile >= tiles) return;
-      if constexpr (kPair) epilogue((first + tile) / 2 * kTileRows + row, token, v[0], v[1]);
+      if constexpr (kPair) epilogue((first + tile) / 2 * kTileRows + row, token, v[0].v[0], v[1].v[0]);
+      else if constexpr (kRun == 1) epilogue((first + tile) * kTileRows + row, token, v[0].v[0]);
       else epilogue((first + tile) * kTileRows + row, token, v[0]);
     });
   }

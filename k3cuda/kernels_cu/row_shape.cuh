@@ -66,11 +66,12 @@ struct RowShape {
 constexpr int groups_of(int tiles, int per) { return (tiles + per - 1) / per; }
 
 // Blocks of a cluster for a product with all of K, few tokens. A model in nanoseconds: an SM is fed 37 bytes in one; a group's end costs
-// 300, across blocks 700. What counts is the SM with the most groups, so a tile of all K is often too coarse a unit.
+// 300, across blocks 700. What counts is the SM with the most groups, so a tile of all K is often too coarse a unit. Parts of the machine have 16 or 18 SMs,
+// so clusters of four and eight do not get every SM: 33 of four are one too many for 132.
 constexpr int cluster_for(int groups, int group_bytes, int leaves, int sms) {
   int best = 1, least = 1 << 30;
   for (int n = 1; n <= 8 && n < leaves; n *= 2) {
-    int cost = groups_of(groups, max_of(1, sms / n)) * (group_bytes / n / 37 + (n > 1 ? 700 : 300));
+    int cost = groups_of(groups, max_of(1, (n > 2 && sms > 16 ? sms / 16 * 16 : sms) / n)) * (group_bytes / n / 37 + (n > 1 ? 700 : 300));
     if (cost < least) least = cost, best = n;
   }
   return best;
@@ -92,9 +93,11 @@ struct RowChoice {
                                       : kMany ? max_of(8 / kWK, kPair ? 2 : 1) : max_of(4 / kWK, kPair ? 2 : 1);
   static constexpr int kGroupBytes = kTileBytes / kCS * kMT * kWM;
   static constexpr int kRing = min_of(kNT == 1 ? 100 * 1024 : kNT == 8 && !kStream ? 40 * 1024 : 64 * 1024, kGroupBytes);
-  // Few tokens: the copy's size counts, other warps' copies are on their way meanwhile. More: the warp works long enough on one copy
-  // for the next to be there.
-  static constexpr int kChunk = max_of(2048, min_of(8192, kRing / ((kNT == 1 ? 3 : 2) * kWK * kWM * kMT)));
+  // Few tokens: the copy's size counts, other warps' copies are on their way meanwhile; one after the other (kPaced), so what a warp reads of a tile comes in
+  // one where it is no more than that. More: the warp works long enough on one copy for the next to be there.
+  static constexpr int kMostBytes = 8192;
+  static constexpr int kChunk = kNT == 1 && kTileBytes / (kCS * kWK) <= kMostBytes ? kMostBytes
+                              : max_of(2048, min_of(kMostBytes, kRing / ((kNT == 1 ? 3 : 2) * kWK * kWM * kMT)));
   typedef RowShape<kLeaves, kSteps, kMT, kNT, kWK, kWM, kCS, kRing, !kStream, kChunk> Shape;
 };
 template <int kTotal, int kLeaves, int kSteps, int kNT, bool kPair = false, int kSms = 132>

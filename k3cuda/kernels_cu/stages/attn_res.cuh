@@ -42,7 +42,7 @@ struct attn_mix : MixStage<1, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
 };
 
 struct ffn_mix : MixStage<kParts, kHiddenSize, kHiddenNormLeaves, kMixBlocks> {
-  static constexpr int kBlocks = kRows * kSpread;
+  static constexpr int kBlocks = kRows * kSpread, kSmem = apart(MixStage::kSmem, kBlocks, 2);
   static __device__ void run(const Step& s, const OpArgs& op) {
     row({row_slot(s), nullptr, kMaxRows, kDecodeRows, attn_parts(s), hidden(s), hidden(s), nullptr, res_blocks(s), op.num_blocks, w_ffn_score(op),
          w_post_attention_layernorm(op), ffn_in(s), kRmsNormEps});

@@ -11,6 +11,13 @@ struct StageDefaults {
   static constexpr int kBlocksY = 1, kBlocksZ = 1, kCluster = 1, kSmem = 0, kResident = 1, kBeside = 0;
 };
 
+// Shared memory that a block of a step of few rows asks for, so that no more than `most` of a kernel's `blocks` share an SM. Blocks that start under the kernel
+// before all go to the SMs that it leaves first, as many as fit, and take turns there while others idle (docs/kernels.md, "Where blocks go"). Clusters of four
+// and eight do not get every SM: parts of the machine have 16 or 18.
+constexpr int apart(int bytes, int blocks, int most) {
+  return kRows > kTokenTile ? bytes : max_of(bytes, (kMaxShared + 1024) / (max_of(most, groups_of(blocks, max_of(1, kSms / 16 * 16))) + 1) - 1024 + 16);
+}
+
 #ifdef K3_TRACE
 // Of every launch, over its blocks: first begin, last begin, last end of the wait, first end, last end. Nanoseconds.
 template <class Stage>
@@ -78,7 +85,7 @@ struct TreeOf : StageDefaults {
 // The product of stage S, one of its kernels. w: [tile][leaf][step][lane]. x: row-major, `stride` elements a row. epilogue as in row_product.
 // others: blocks before those of the product, which do something else.
 template <class S, class Kernel, class Epilogue>
-K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride, Epilogue&& epilogue, int others = 0) {
+K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride, const Epilogue& epilogue, int others = 0) {
   K3_DYN_SMEM(u8, smem);
   if constexpr (S::kIsWide) {
     if constexpr (Kernel::kAdds && S::kSumBlocks > 0) wide_sum<typename S::Wide, S::kPair>((const f32x4*)product_work(s), epilogue);
@@ -91,9 +98,11 @@ K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride,
     else if constexpr (S::kPair)
       row_product<typename S::Shape, true>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
                                            [&](int row, int token, float even, float odd) { epilogue(row, first + token, even, odd); }, others);
-    else
+    else if constexpr (S::kBlocksZ > 1)
       row_product<typename S::Shape>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
                                      [&](int row, int token, float v) { epilogue(row, first + token, v); }, others);
+    else
+      row_product<typename S::Shape>(w, S::kTiles, x, stride, S::kSlice, smem, epilogue, others);
   }
 }
 
@@ -112,5 +121,8 @@ K3_DEVICE void sum_to_ffn_out(const Step& s, const float* parts, int row, int co
   int at = row * kHiddenSize + column;
   ffn_out(s)[at] = tree_sum<kParts>(parts + at, kDecodeRows * kHiddenSize);
 }
+
+// Rows of a part that all ranks hold, as many as are stored at once.
+constexpr int kPartRun = kHiddenSize % (4 * kRanks) == 0 ? 4 : 1;
 
 K3_DEVICE float situ(float gate, float up) { return ::situ(gate, up, kSituBeta, kSituLinearBeta); }

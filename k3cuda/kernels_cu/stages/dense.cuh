@@ -14,9 +14,9 @@ struct dense_up : ProductStage<2 * tiles_of(kOwnIntermediateSize), kDenseGateUpL
 
 struct dense_down : ProductStage<tiles_of(kHiddenSize), kDenseDownProjLeaves, kDenseDownProjSteps> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
-    product<dense_down, Kernel>(s, w_dense_down_proj(op), dense_act(s), kOwnIntermediateSize, [&](int row, int token, float v) {
+    product<dense_down, Kernel>(s, w_dense_down_proj(op), dense_act(s), kOwnIntermediateSize, in_runs<kPartRun>([&](int row, int token, auto v) {
       if (row < kHiddenSize) put_dense_partial(s, token, row, v);
-    });
+    }));
   }
 };
 

@@ -73,16 +73,16 @@ struct choose : StageDefaults {
 constexpr Once kSharedDownOnce = kSharedDownProjLeaves == 1 ? kFewToo : kInWideSteps;
 struct shared_down : ProductStage<tiles_of(kHiddenSize), kSharedDownProjLeaves, kSharedDownProjSteps, false, kRows, kSharedDownOnce> {
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op, int others = 0) {
-    product<shared_down, Kernel>(s, w_shared_down_proj(op), shared_act(s), kOwnSharedIntermediateSize, [&](int row, int token, float v) {
+    product<shared_down, Kernel>(s, w_shared_down_proj(op), shared_act(s), kOwnSharedIntermediateSize, in_runs<kPartRun>([&](int row, int token, auto v) {
       if (row < kHiddenSize) put_shared_partial(s, token, row, v);
-    }, others);
+    }), others);
   }
 };
 
 // Both in one kernel: the choice keeps a few multiprocessors busy, the shared expert's way down the others.
 struct route : shared_down {
   static constexpr int kChoosers = ceil_div(kRows, kCluster) * kCluster, kBlocks = kChoosers + shared_down::kBlocks;
-  static constexpr int kSmem = max_of(shared_down::kSmem, sizeof(RouteSmem<choose::Shape<kThreads>>));
+  static constexpr int kSmem = apart(max_of(shared_down::kSmem, sizeof(RouteSmem<choose::Shape<kThreads>>)), kBlocks, 1);
   static __device__ void run(const Step& s, const OpArgs& op) {
     static_assert(kRows > kDecodeRows || !kSumBlocks, "no second kernel adds leaf sums");
     K3_DYN_SMEM(u8, smem);
@@ -232,7 +232,8 @@ template <bool kIsWide>
 struct RoutedNorm : StageDefaults {
   static constexpr int kSpread = min_of(kLatentNormLeaves, 8);
   typedef NormShape<kRoutedExpertHiddenSize, kLatentNormLeaves, kParts, 0, kSpread, 256> Shape;
-  static constexpr int kBlocks = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread, kSmem = sizeof(NormSmem<Shape>);
+  static constexpr int kBlocks = kRows * kSpread, kThreads = Shape::kThreads, kCluster = kSpread,
+                       kSmem = apart(sizeof(NormSmem<Shape>), kBlocks, 2);
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     grid_launch_next();
@@ -252,6 +253,7 @@ struct RoutedNorm<true> : StageDefaults {
 struct routed_norm : RoutedNorm<kListed> {};
 
 struct latent_up : ProductStage<tiles_of(kOwnHiddenSize), kLatentUpLeaves, kLatentUpSteps> {
+  static constexpr int kSmem = apart(ProductStage::kSmem, kBlocks, 2);
   template <class Kernel = Multiply> static __device__ void run(const Step& s, const OpArgs& op) {
     auto shared = [&](int row, int token) {
       return row < kOwnHiddenSize ? tree_sum<kRanks>(shared_parts(s) + token * kOwnHiddenSize + row, kMaxRows * kOwnHiddenSize) : 0.f;

@@ -10,7 +10,7 @@ constexpr int kMlaClassCount = 32, kMlaCombineThreads = 256, kMlaCombineWarps = 
 // Slabs side by side: where there are rows enough to keep the machine busy, few large units.
 constexpr int mla_combine_slabs(int rows) { return rows > 32 ? 8 : rows > 4 ? 2 : 1; }
 // Blocks an SM has registers for. With 80 a thread one fits beside a block that attends (mla_beside).
-constexpr int mla_combine_resident(int together) { return together > 2 ? 1 : 3; }
+constexpr int mla_combine_resident(int together) { return kMlaWgmma && together <= 2 ? 3 : 1; }
 
 struct MlaCombine {
   MlaRows rows;              // without a page table

@@ -149,11 +149,3 @@ def test_ranks_whose_steps_are_one_launch(folder):
                  "| 1 | 2 | inside a kernel | 1.000 | 1.500 | 1.50 | 1.67 |"):
         assert line in page, line
     assert page.count(f"Not in one launch: 8 rows over 2 ranks ({why}).") == 2 and page.count(f"Not in one launch: 8 rows over 1 rank ({why}).") == 1
-
-
-def test_why_auto_does_not_choose_one_launch_has_the_numbers_of_the_page():
-    """What `k3cuda info` says."""
-    ms = [next(s["ms"] for s in json.loads((made.FOLDER / f"{name}.json").read_text(encoding="utf-8"))["steps"] if s["rows"] == s["context"] == rows)
-          for rows in (1, 8) for name in ("one_launch", "step")]
-    said = "of 1 row takes {:.2f} ms against {:.2f}, of 8 rows {:.2f} against {:.2f}".format(*ms)
-    assert said in NOT_AUTO[LATENCY_SPECIALIZED]

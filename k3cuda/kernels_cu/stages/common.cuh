@@ -67,7 +67,7 @@ struct ProductStage : StageDefaults {
   static constexpr bool kIsOnce = kTokens > kDecodeRows ? kOnce != kNever : kOnce == kFewToo && kHasLeafSums && kTokens >= kLeast;
   static constexpr bool kIsWide = kIsOnce && Wide::kFits && !(kPair && kLeaves == 1);
   typedef ManyShape<kTotal, kLeaves, kSteps, max_of(kSlice / kTokenTile, 1), kPair ? 2 : 1, kSms> Many;
-  // Sixteen long leaves of fewer rows are faster in row_core.cuh (docs/kernels.md, "Steps of 64 sequences").
+  // Sixteen long leaves of fewer rows are faster in row_core.cuh (docs/kernels.md, "Steps of 16 to 64 rows").
   static constexpr bool kIsMany = !kIsWide && kOnce != kNever && kSlice > kTokenTile && (kLeaves == 16 ? !kIsLong : kLeaves == 1 && kSteps > 32) && Many::kFits;
   static constexpr int kBlocks = kIsWide ? Wide::kBlocks : kIsMany ? Many::kBlocks : row_blocks<Shape>(kTotal, kSms),
                        kBlocksZ = kIsWide ? 1 : kTokens / kSlice, kThreads = kIsWide ? Wide::kThreads : kIsMany ? Many::kThreads : Shape::kThreads,

@@ -37,8 +37,7 @@ class Probes:
 
     forced_experts: experts that the rows of a step choose together, whatever their scores say; 0: the router's choice.
     hop_cycles: clock cycles that a stage behind a collective goes on waiting for it, or in one launch a phase (launch_step.hop_kinds).
-    trace: every launch notes when its blocks begin, stop waiting and end (`traced` in stages/common.cuh), and that of a whole step the times of its phases
-        (LaunchStamps in launch_ring.cuh).
+    trace: every launch notes when its blocks begin, stop waiting and end (`traced` in stages/common.cuh), a whole step's its phases (LaunchStamps).
     traced_layers: of a whole step's launch the layers whose times are kept; None: all of the step.
     """
 

@@ -119,7 +119,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
   auto keep = [](int v) { return S::kTokenTiles == 1 ? kept(v) : v; };
   auto put_at = [] { return (warp_id() * S::kPartial + lane_id() % 4 * 2 * S::kTokenStride + lane_id() / 4) * 4; };
   const int kept_put = keep(put_at());
-  const LeafLane here = LeafLane::here(), at = {keep(here.words), keep(here.odd), keep(here.scales)};
+  const LeafLane here = LeafLane::here(), at = {keep(here.words_at), keep(here.odd_at), keep(here.scales_at)};
   uint4 held[S::kTokenTiles][S::kWarpLeaves * S::kGroups];
 #pragma unroll 1
   for (int turn = 0; begin + turn < end; ++turn) {

@@ -59,7 +59,7 @@ K3_DEVICE void expert_down_product(const u8* w, int tiles, const bf16* x, int st
   const int warp = kept(warp_id()), entries = list.entries, own = entries > warp ? (entries - warp + S::kWarps - 1) / S::kWarps : 0, turns = own * S::kLeaves;
   const u8 *own_w = kept(w + size_t(tile) * S::kLeaves * S::kLeafBytes), *own_x = kept((const u8*)x + lane_id() % 4 * 16);
   const int token = kept(lane_id() / 4);
-  const LeafLane here = LeafLane::here(), at = {kept(here.words), here.odd, kept(here.scales)};
+  const LeafLane here = LeafLane::here(), at = {kept(here.words_at), here.odd_at, kept(here.scales_at)};
   auto leaf_of = [&](int turn) { return S::kLeaves == 1 ? 0 : turn / own; };
   auto entry_of = [&](int turn) { return warp + (turn - leaf_of(turn) * own) * S::kWarps; };
   auto issue = [&](int slot, int turn) {

@@ -41,17 +41,25 @@ K3_DEVICE void mxfp4_group(float (&sum)[4], u32 first, u32 second, const uint4& 
   sum[3] = fmaf(c[3], high, sum[3]);
 }
 
-// Where in a leaf this lane's bytes begin: its words, those of an odd last group, its rows' scales.
+// Where in a leaf this lane's bytes lie: its words, those of an odd last group, its rows' scales. Asked for anew, or kept from turn to turn.
+struct LeafLaneNow {
+  K3_DEVICE static const uint4* words(const u8* leaf) { return (const uint4*)leaf + lane_id(); }
+  K3_DEVICE static const uint2* odd(const u8* group) { return (const uint2*)group + lane_id(); }
+  K3_DEVICE static const uint2* scales(const u8* all) { return (const uint2*)all + lane_id() / 4; }
+};
 struct LeafLane {
-  int words, odd, scales;
+  int words_at, odd_at, scales_at;
   K3_DEVICE static LeafLane here() { return {lane_id() * 16, lane_id() * 8, lane_id() / 4 * 8}; }
+  K3_DEVICE const uint4* words(const u8* leaf) const { return (const uint4*)(leaf + words_at); }
+  K3_DEVICE const uint2* odd(const u8* group) const { return (const uint2*)(group + odd_at); }
+  K3_DEVICE const uint2* scales(const u8* all) const { return (const uint2*)(all + scales_at); }
 };
 
 // One tile's leaf, in shared memory, against one 8-token tile, of which x(group) is 32 values.
-template <int kGroups, class X>
-K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x, const LeafLane& at = LeafLane::here()) {
-  const uint4* words = (const uint4*)(leaf + at.words);
-  const uint2* scales = (const uint2*)(leaf + kGroups * 256 + at.scales);
+template <int kGroups, class X, class Lane = LeafLaneNow>
+K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x, const Lane& at = {}) {
+  const uint4* words = at.words(leaf);
+  const uint2* scales = at.scales(leaf + kGroups * 256);
   sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
   uint2 exponents;
   K3_UNROLL
@@ -62,7 +70,7 @@ K3_DEVICE void mxfp4_leaf_with(float (&sum)[4], const u8* leaf, X&& x, const Lea
       mxfp4_group(sum, w.x, w.y, x(g), exponents, g % 4);
       mxfp4_group(sum, w.z, w.w, x(g + 1), exponents, g % 4 + 1);
     } else {
-      uint2 w = *(const uint2*)(leaf + g * 256 + at.odd);
+      uint2 w = *at.odd(leaf + g * 256);
       mxfp4_group(sum, w.x, w.y, x(g), exponents, g % 4);
     }
   }

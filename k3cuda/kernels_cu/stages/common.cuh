@@ -11,12 +11,14 @@ struct StageDefaults {
   static constexpr int kBlocksY = 1, kBlocksZ = 1, kCluster = 1, kSmem = 0, kResident = 1, kBeside = 0;
 };
 
-// Shared memory that a block of a step of few rows asks for, so that no more than `most` of a kernel's `blocks` share an SM. Blocks that start under the kernel
-// before all go to the SMs that it leaves first, as many as fit, and take turns there while others idle (docs/kernels.md, "Where blocks go"). Clusters of four
-// and eight do not get every SM: parts of the machine have 16 or 18.
-constexpr int apart(int bytes, int blocks, int most) {
-  return kRows > kTokenTile ? bytes : max_of(bytes, (kMaxShared + 1024) / (max_of(most, groups_of(blocks, max_of(1, kSms / 16 * 16))) + 1) - 1024 + 16);
+// Shared memory that a block asks for, so that no more than `most` of a kernel's `blocks`, or as many as there must be, share an SM. Blocks that start under the
+// kernel before all go to the SMs that it leaves first, as many as fit, and take turns there while others idle (docs/kernels.md, "Where blocks go"). Clusters of
+// four and eight do not get every SM: parts of the machine have 16 or 18.
+constexpr int spread_out(int bytes, int blocks, int most) {
+  return max_of(bytes, (kMaxShared + 1024) / (max_of(most, groups_of(blocks, max_of(1, kSms / 16 * 16))) + 1) - 1024 + 16);
 }
+// The same in steps of few rows alone: kernels of more rows have long blocks.
+constexpr int apart(int bytes, int blocks, int most) { return kRows > kTokenTile ? bytes : spread_out(bytes, blocks, most); }
 
 #ifdef K3_TRACE
 // Of every launch, over its blocks: first begin, last begin, last end of the wait, first end, last end. Nanoseconds.
@@ -78,7 +80,7 @@ struct ProductStage : StageDefaults {
 // The second kernel of a product as a stage.
 template <class S>
 struct TreeOf : StageDefaults {
-  static constexpr int kBlocks = S::kSumBlocks, kThreads = S::Wide::kSumThreads, kResident = 4;
+  static constexpr int kBlocks = S::kSumBlocks, kThreads = S::Wide::kSumThreads, kResident = 4, kSmem = spread_out(0, kBlocks, 1);
   static __device__ void run(const Step& s, const OpArgs& op) { S::template run<Sum>(s, op); }
 };
 

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # Ranks of several GPUs run without NVLink's multicast (NVLS): collectives here are unicast, and a program that uses it can stop all GPUs of a host that
 # others share.
-names="tests, sanitize, step, one_launch, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, scaling, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
+names="tests, sanitize, step, one_launch, one_launch_hops, one_launch_decode, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, scaling, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -32,6 +32,8 @@ case $name in
   # The files of docs/performance.md, each by its name, in $OUT or docs/benchmarks; scripts/make_performance.py makes the page of them.
   step) k3cuda bench step -v --rank 3 --rows 1,2,4,8,16,32,64 --context 1,8K,128K --stages 1,8,64 --output "$out/step.json" "$@" ;;
   one_launch) k3cuda bench step -v --rank 3 --rows 1,2,4,8 --context 1,8K,128K --decode-backend latency_specialized --output "$out/one_launch.json" "$@" ;;
+  one_launch_hops) k3cuda bench step -v --rank 3 --rows 1,8 --decode-backend latency_specialized --hop-delay-us 0,2.5 --output "$out/one_launch_hops.json" "$@" ;;
+  one_launch_decode) k3cuda bench decode -v --tp 16 --draft-tokens 7 --acceptance-length 6 --input-len 1 --output-len 1000 --decode-backend latency_specialized --output "$out/one_launch_decode.json" "$@" ;;
   experts) k3cuda bench step -v --rank 3 --rows 1,8,64 --context 8K --experts 16,120,613 --stages 1,8,64 --output "$out/experts.json" "$@" ;;
   hops) k3cuda bench step -v --rank 3 --rows 1,8 --hop-delay-us 0,2.5 --output "$out/hops.json" "$@" ;;
   torch) python3 scripts/compare_torch.py --output "$out/torch.json" "$@" ;;
@@ -39,7 +41,7 @@ case $name in
   idle) OUT=$out python3 scripts/bench_idle.py "$@" ;;
   decode) k3cuda bench decode -v --tp 16 --batch 1,2,4,8 --draft-tokens 7 --acceptance-length 6 --input-len 1 --output-len 1000 --output "$out/decode.json" "$@" ;;
   decode_plain) k3cuda bench decode -v --tp 16 --batch 1,2,4,8,16,32,64 --input-len 1 --output-len 200 --output "$out/decode_plain.json" "$@" ;;
-  official) for part in step one_launch experts hops torch prefill idle load decode decode_plain; do sh scripts/gpu.sh "$part"; done ;;
+  official) for part in step one_launch one_launch_hops one_launch_decode experts hops torch prefill idle load decode decode_plain; do sh scripts/gpu.sh "$part"; done ;;
   # One whole rank of a stand-in of the release in holes; it also writes 16 GB really, to measure the disk.
   load) python3 scripts/load_rank.py --output "$out/load.json" "$@" ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;

@@ -16,7 +16,8 @@ sys.path[:0] = [str(ROOT / "scripts")]
 import performance_ranks as ranks  # noqa: E402
 
 FOLDER, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/performance.md"
-FILES = ("step", "one_launch", "experts", "hops", "torch", "prefill", "idle", "load", "decode", "decode_plain")   # `scripts/gpu.sh NAME` makes each of them, on a GPU
+# `scripts/gpu.sh NAME` makes each of them, on a GPU.
+FILES = ("step", "one_launch", "one_launch_hops", "one_launch_decode", "experts", "hops", "torch", "prefill", "idle", "load", "decode", "decode_plain")
 RANK_FILES = ("collectives-2", "rank_steps", "rank_steps-1", "rank_steps-2")   # on two, by `scripts/gpu.sh ranks`, `rank_steps` and `scaling`
 STAGE_ROWS, STAGE_CONTEXT = (1, 8, 64), 8192
 LONG = 131072
@@ -65,6 +66,16 @@ def idle(data):
     return [case["idle_us_median"] for case in data.get("idle", ()) if "of rank" in case["model"]]
 
 
+def loss_by_hops(data):
+    """Per cent that the 8-row step in one launch takes longer with the longest delay of every hop."""
+    found = [(s["hop_delay_us"], s["ms"]) for s in steps(data, "one_launch_hops", rows=8)]
+    return [100 * (max(found)[1] / min(found)[1] - 1)] if len(found) > 1 else []
+
+
+def tokens(name: str):
+    return lambda data: [s["tokens_per_second"] for s in data.get(name, {}).get("steps", ())]
+
+
 def draft_share(data):
     return [100 * s["step"]["draft_share"] for s in data.get("decode", {}).get("steps", ()) if s["rows"] == 8]
 
@@ -76,6 +87,9 @@ TARGETS = (
     Target("launch_1", "step in one launch, 1 row, context 1", "at most 1.35 x the floor", 1.35, True, ratios("one_launch", rows=1, context=1)),
     Target("launch_8", "step in one launch, 8 rows of one sequence", "at most 1.2 x the floor", 1.2, True, ratios("one_launch", rows=8, context=8)),
     Target("launch_8_long", "step in one launch, 8 rows, context 128K, FP8 cache", "at most 1.25 x the floor", 1.25, True, ratios("one_launch", rows=8, context=LONG)),
+    Target("launch_tokens", "steps in one launch, 7 drafts, synthetic acceptance of 6, drafter and acceptance included", "at least 1,050 tokens a second", 1050, False,
+           tokens("one_launch_decode"), "{:,.0f}"),
+    Target("launch_hops", "8 rows in one launch, every hop between ranks 2.5 µs later", "at most 25 % longer", 25, True, loss_by_hops, "{:.1f}"),
     Target("torch_1", "BF16 products of a layer against torch, 1 row", "at least 2 x faster", 2.0, False, against_torch(1)),
     Target("torch_8", "BF16 products of a layer against torch, 8 rows", "at least 2 x faster", 2.0, False, against_torch(8)),
     Target("mla_1", "latent attention at 128K, FP8 cache, 1 row", "at least 80 % of the ceiling", 80, False, attention(1), "{:.0f}"),
@@ -117,11 +131,12 @@ def page(folder: Path = FOLDER) -> str:
              "weights on one GPU,\nunless a table says otherwise. `scripts/gpu.sh NAME` makes a file; under a table stands the command that made this one."]
     parts += [targets(data, causes), CHECKS.rstrip()]
     parts += [made for name, make in (("step", whole_steps), ("step", stages), ("step", latent_attention), ("experts", experts), ("hops", hops),
-                                      ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading), ("decode", decoding), ("decode_plain", decoding),
+                                      ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading), ("decode", partial(decoding, name="decode")), ("decode_plain", partial(decoding, name="decode_plain")),
                                       ("decode", drafts), ("collectives-2", partial(ranks.collectives, table=table, source=source)),
                                       ("rank_steps", partial(ranks.rank_steps, table=table, source=source))) if name in data and (made := make(data[name]))]
     parts += [ranks.scaling([data[name] for name in RANK_FILES[2:]], table, source)] if all(name in data for name in RANK_FILES[2:]) else []
     parts += [one_launch(data)] if "one_launch" in data else []
+    parts += [make(data[name], name) for name, make in (("one_launch_hops", hops), ("one_launch_decode", decoding)) if name in data]
     missing = [f"`{name}`" for name in FILES + RANK_FILES if name not in data]
     parts += [f"Not measured yet: {', '.join(missing)}."] if missing else []
     return "\n\n".join(parts) + "\n"
@@ -208,11 +223,12 @@ def experts(found: dict) -> str:
     return f"## Forced routings\n\nThe rows choose exactly so many distinct experts in every layer.\n\n{table(head, rows)}" + source("experts", found)
 
 
-def hops(found: dict) -> str:
+def hops(found: dict, name: str = "hops") -> str:
     rows = [[s["rows"], s["hop_delay_us"], s["delayed_hops"], f"{s['ms']:.3f}", f"{s['ratio_to_floor']:.2f}"] for s in found["steps"]]
-    head = ["rows", "delay a hop, µs", "delayed stages", "ms a step", "x floor"]
-    return (f"## Slower links\n\nEverything that a stage behind a collective waits for comes so much later; what it reads before stays early.\n\n{table(head, rows)}"
-            + source("hops", found))
+    part, title = ("stage", "Slower links") if name == "hops" else ("phase", "Slower links in one launch")
+    head = ["rows", "delay a hop, µs", f"delayed {part}s", "ms a step", "x floor"]
+    return (f"## {title}\n\nEverything that a {part} behind a collective waits for comes so much later; what it reads before stays early.\n\n{table(head, rows)}"
+            + source(name, found))
 
 
 def torch(found: dict) -> str:
@@ -228,7 +244,7 @@ def prefill(found: dict) -> str:
     return "## Prefill\n\n" + table(["prompt", "steps", "ms", "tokens a second", "x floor"], rows) + source("prefill", found)
 
 
-def decoding(found: dict) -> str:
+def decoding(found: dict, name: str) -> str:
     rows = []
     for s in found["steps"]:
         r = s["requests"]
@@ -236,10 +252,10 @@ def decoding(found: dict) -> str:
         rows.append([s["batch"], s["rows"], f"{s['tokens_per_second']:,.1f}", f"{length:.2f}" if length else "", f"{s['ms']:.3f}", f"{r['median_ttft_ms']:.2f}",
                      f"{r['median_tpot_ms']:.3f}", f"{r['median_e2el_ms'] / 1e3:.3f}"])
     setup, first = found["setup"], found["steps"][0]
-    drafts, name = setup["num_drafts"], "decode" if setup["num_drafts"] else "decode_plain"
+    drafts, single = setup["num_drafts"], " in one launch" if name == "one_launch_decode" else ""
     what = f"{drafts} drafts a step, {setup['acceptance']} acceptance of length {setup['acceptance_length']}" if drafts else "No draft"
     head = ["requests", "rows a step", "tokens a second", "tokens a verify step", "ms a step", "TTFT, ms", "TPOT, ms", "request, s"]
-    return (f"## Decoding {'with' if drafts else 'without'} drafts\n\n{what}, prompts of {setup['input_len']}, answers of {setup['output_len']} tokens; rank {first['rank']} of "
+    return (f"## Decoding {'with' if drafts else 'without'} drafts{single}\n\n{what}, prompts of {setup['input_len']}, answers of {setup['output_len']} tokens; rank {first['rank']} of "
             f"{first['tp']}. Tokens a second are of all requests together, from when the last has its\nfirst token; the others are medians.\n\n{table(head, rows)}" + source(name, found))
 
 

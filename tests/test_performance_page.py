@@ -55,11 +55,11 @@ def test_a_table_is_there_only_if_its_file_is(folder):
     page = made.page(path)
     assert "| 1 | 1 | 8K | 2.500 |" in page and "| 1 | 1 | 128K | 3.000 |" in page and "64 rows of 64 at 128K not run: no room" in page
     assert "| `mla_attend` | 24 | 10.0 | 50 |" in page and "| `route` | 24 | 10.0 |  |" in page and "| all of a step |  | 480 |" in page
-    assert "## Against torch" not in page and "Not measured yet: `one_launch`, `experts`, `hops`, `torch`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
+    assert "## Against torch" not in page and "Not measured yet: `one_launch`, `one_launch_hops`, `one_launch_decode`, `experts`, `hops`, `torch`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
     put("torch", layers=9, mb=79.0, comparison=[{"rows": 1, "torch_us": 44.6, "ours_us": 20.0, "ratio": 2.23, "torch_with_f_b_us": 47.0, "ours_with_kda_mix_us": 22.0,
                                                  "ratio_with_middle": 2.14, "floor_us": 17.3}])
     page = made.page(path)
-    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `one_launch`, `experts`, `hops`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
+    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `one_launch`, `one_launch_hops`, `one_launch_decode`, `experts`, `hops`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
 
 
 def test_the_worst_of_all_contexts_is_judged_and_a_miss_needs_its_cause(folder):
@@ -70,6 +70,18 @@ def test_the_worst_of_all_contexts_is_judged_and_a_miss_needs_its_cause(folder):
         made.page(path)
     (path / "causes.json").write_text(json.dumps({"step_1": "hand-over"}))
     assert "| 2.50 | no: hand-over |" in made.page(path)
+
+
+def test_a_step_in_one_launch_is_judged_by_its_tokens_and_by_slower_links(folder):
+    path, put = folder
+    put("one_launch_hops", steps=[step(8, ratio=4.0), step(8, ratio=4.8, hop_delay_us=2.5, delayed_hops=465), step(ratio=2.0), step(ratio=3.0, hop_delay_us=2.5)])
+    put("one_launch_decode", setup={"num_drafts": 7, "acceptance": "synthetic", "acceptance_length": 6.0, "input_len": 1, "output_len": 1000}, steps=[
+        {"batch": 1, "rows": 8, "tp": 16, "rank": 0, "ms": 5.5, "tokens_per_second": 1090.0, "step": None,
+         "requests": {"spec_decode_acceptance_length": 6.0, "median_ttft_ms": 9.0, "median_tpot_ms": 0.9, "median_e2el_ms": 900.0}}])
+    page = made.page(path)
+    for line in ("| at most 25 % longer | 20.0 | yes |", "| at least 1,050 tokens a second | 1,090 | yes |", "## Slower links in one launch", "| 8 | 2.5 | 465 | 9.600 | 4.80 |",
+                 "## Decoding with drafts in one launch", "| 1 | 8 | 1,090.0 | 6.00 | 5.500 | 9.00 | 0.900 | 0.900 |"):
+        assert line in page, line
 
 
 def test_every_other_table(folder):

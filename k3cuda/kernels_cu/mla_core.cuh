@@ -79,6 +79,9 @@ struct MlaE4m3 {
 
 // Whether a block of few queries leaves registers and shared memory for one of mla_combine, which then is there when the last page is done, and for one of
 // the kernel before it.
+// Tiles of queries that mma.sync multiplies on sm_90a too: a wgmma of 8 or 16 columns takes as long as one of 32, 40 cycles in a chain alone and 60 beside
+// those of three other groups of warps, and its rows must be waited for. The bytes are the same.
+constexpr int kMlaNarrow = 2;
 constexpr bool mla_beside(int tiles) { return kMlaWgmma && tiles == 1; }
 constexpr int kMlaBesideBytes = 20 * 1024;
 

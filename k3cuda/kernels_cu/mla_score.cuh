@@ -22,10 +22,31 @@ K3_DEVICE void mla_clear_hidden(MlaSmem<S>& m, const MlaCursor& c, int page, con
   }
 }
 
-// Products of a warp's 16 cache rows with kUse tiles of queries: rows at shared address `from`, a lane's own; queries at `query`.
+// Products of a warp's 16 cache rows with kUse tiles of queries: rows at shared address `from`, a lane's own; queries at `query`. Few tiles:
+// by mma.sync, without a wait (kMlaNarrow).
+template <class S, int kUse>
+K3_DEVICE void mla_score_narrow(float (&s)[kUse][4], u32 from, u32 query, int lane) {
+  using C = typename S::Cache;
+  // Matrices of a load: both halves of a k-step's columns, then the next one's. Row r of all of them has its 16-byte units at unit ^ r.
+  const u32 columns = query + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+  uint4 raw, b[kUse];
+  K3_UNROLL
+  for (int step = 0; step < S::kKSteps; ++step) {
+    if (step % C::kSteps == 0) raw = load_matrices(S::swizzle(from + step / C::kSteps * 32));
+    const uint4 rows = C::rows(raw, step % C::kSteps);
+    K3_UNROLL
+    for (int n = 0; n < kUse; ++n) {
+      if (step % 2 == 0) b[n] = load_matrices((columns ^ step % 4 * 32) + step / 4 * S::kQueryBlock + n * kColumnTile);
+      C::multiply(s[n], rows, step % 2 ? b[n].z : b[n].x, step % 2 ? b[n].w : b[n].y);
+    }
+  }
+}
+
+// The same of any number of tiles.
 template <class S, int kUse>
 K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int lane) {
   using C = typename S::Cache;
+  if constexpr (kUse <= kMlaNarrow) return mla_score_narrow<S>(s, from, query, lane);
   // Where registers are short, four steps at a time: the addresses that mma.sync's columns have in all of them would fill them.
 #ifdef K3_WGMMA
   constexpr int kRun = S::kKSteps;

@@ -66,29 +66,14 @@ K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int 
       const int step = first + n, slot = n / kBatch % kUnderWay;
       raw = next;
       if (step + kBatch < S::kKSteps) next = load_matrices(S::swizzle(from + (step / kBatch + 1) * 32));
-      if (step >= kUnderWay * kBatch) {
-        products_wait<kUnderWay - 1>();
-        K3_UNROLL
-        for (int b = 0; b < kBatch; ++b) settle(rows[slot][b]);
-        settle(raw);                                       // unpacked no sooner than there is room
-      }
-      K3_UNROLL
-      for (int b = 0; b < kBatch; ++b) rows[slot][b] = C::rows(raw, b);
+      next_rows<kUnderWay - 1>(rows[slot], raw, step >= kUnderWay * kBatch, [&](int b) { return C::rows(raw, b); });
       products_begin();
       K3_UNROLL
       for (int b = 0; b < kBatch; ++b)
         product<C::kF16, false>(s, rows[slot][b], columns_by_k<kUse>(query, (step + b) / 4 * (S::kQueryBlock / 16) + (n + b) % 4 * 2, lane), step + b > 0);
       products_end();
     }
-  products_wait<0>();
-  K3_UNROLL
-  for (int i = 0; i < kUnderWay; ++i)
-    K3_UNROLL
-    for (int b = 0; b < kBatch; ++b) settle(rows[i][b]);
-  K3_UNROLL
-  for (int n = 0; n < kUse; ++n)
-    K3_UNROLL
-    for (int j = 0; j < 4; ++j) settle(s[n][j]);
+  products_done(rows, s);
 }
 
 // The largest scores of a piece's 16 rows: lanes 4 g + t get those of columns 2t, 2t + 1 of tile g, all tiles side by side. A lane whose g is no tile's gets

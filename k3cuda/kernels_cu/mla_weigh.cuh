@@ -45,30 +45,13 @@ K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUs
       if (piece >= pieces) p.at = c.at;
     }
     if (i % S::kPair == 0) raw = load_matrices_transposed(shared_address(m.ring[p.at]) + at[i / S::kPair]);
-    if (l >= kUnderWay * kBatch) {
-      products_wait<kUnderWay - 1>();
-      K3_UNROLL
-      for (int b = 0; b < kBatch; ++b) settle(rows[slot][b]);
-      settle(raw);                                     // unpacked no sooner than there is room
-    }
-    K3_UNROLL
-    for (int b = 0; b < kBatch; ++b) rows[slot][b] = C::columns(raw, (i + b) % S::kPair);
+    next_rows<kUnderWay - 1>(rows[slot], raw, l >= kUnderWay * kBatch, [&](int b) { return C::columns(raw, (i + b) % S::kPair); });
     products_begin();
     K3_UNROLL
     for (int b = 0; b < kBatch; ++b) product<C::kF16, true>(o[i + b], rows[slot][b], w, true);
     products_end();
   }
-  products_wait<0>();
-  K3_UNROLL
-  for (int l = 0; l < kUnderWay; ++l)
-    K3_UNROLL
-    for (int b = 0; b < kBatch; ++b) settle(rows[l][b]);
-  K3_UNROLL
-  for (int i = 0; i < S::kOwnRowTiles; ++i)
-    K3_UNROLL
-    for (int n = 0; n < kUse; ++n)
-      K3_UNROLL
-      for (int j = 0; j < 4; ++j) settle(o[i][n][j]);
+  products_done(rows, o);
 }
 
 // A final result is divided and rounded as mla_combine does it, which has nothing to add here.

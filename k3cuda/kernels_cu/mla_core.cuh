@@ -97,6 +97,7 @@ struct MlaShape {
   static constexpr int kHeads = kHeads_, kLatent = kLatent_, kDim = kLatent_ + kRope_, kTiles = kTiles_, kRing = kRing_;
   static constexpr int kColumns = 8 * kTiles;
   static constexpr bool kTight = false;           // registers are short: addresses are not computed ahead
+  static constexpr int kNarrow = kMlaNarrow;
   static constexpr bool kPartial = false;         // whether results stay partial also where a run has one chunk (mla_own.cuh)
   static constexpr int kSets = kSets_, kWeighers = 4 + 4 * kSets, kWarps = kWeighers + 8, kThreads = kWarps * kWarpSize;   // kWeighers: their first warp
   static constexpr int kKSteps = kDim / 16, kPair = Cache::kSteps;

@@ -46,7 +46,7 @@ K3_DEVICE void mla_score_narrow(float (&s)[kUse][4], u32 from, u32 query, int la
 template <class S, int kUse>
 K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int lane) {
   using C = typename S::Cache;
-  if constexpr (kUse <= kMlaNarrow) return mla_score_narrow<S>(s, from, query, lane);
+  if constexpr (kUse <= S::kNarrow) return mla_score_narrow<S>(s, from, query, lane);
   // Where registers are short, four steps at a time: the addresses that mma.sync's columns have in all of them would fill them.
 #ifdef K3_WGMMA
   constexpr int kRun = S::kKSteps;

@@ -30,7 +30,7 @@ K3_DEVICE void mla_weigh_narrow(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse]
 template <class S, int kUse>
 K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces, int lane) {
   using C = typename S::Cache;
-  if constexpr (kUse <= kMlaNarrow) return mla_weigh_narrow<S>(m, o, at, c, weights, pieces, lane);
+  if constexpr (kUse <= S::kNarrow) return mla_weigh_narrow<S>(m, o, at, c, weights, pieces, lane);
   constexpr bool kShort = S::kSets > 1 && kUse > 4;   // of registers: sums take 96 of them
   constexpr int kOwn = S::kOwnRowTiles, kAll = 4 * kOwn, kBatch = kShort ? 1 : S::kPair, kUnderWay = kShort ? 1 : mla_under_way(kBatch);
   MlaCursor p = c;

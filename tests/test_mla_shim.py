@@ -54,7 +54,8 @@ def library(request, tmp_path_factory):
                      f"mla_write<{stored}, {QUERY}, {QUERY_LEAVES}, {LATENT}, {LATENT_LEAVES}, {ROPE}>(a, leaf, row, [] {{}}); }}")
     names = [n for s, t in SHAPES for n in (f"a{s}_{t}", *(f"c{s}_{t}_{n}" for n in TOGETHER))] + ["w1", "w2"]
     lines.append('extern "C" int chunks(int length) { return mla_chunks(length); }')
-    lines += [f'extern "C" size_t at{size}(int page, int position, int i) {{ return mla_cache_at<{stored}, 576>(page, position, i); }}\n' for size, stored in ((1, "u8"), (2, "bf16"))]
+    lines += [f'extern "C" size_t at{size}(int page, int position, int i) {{ return mla_cache_at<{stored}, 576>(page, position, i); }}\n'
+              for size, stored in ((1, "u8"), (2, "bf16"))]
     return host.build("\n".join(lines) + "\n", names, tmp_path_factory.mktemp("mla"))
 
 

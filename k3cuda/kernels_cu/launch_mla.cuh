@@ -96,9 +96,12 @@ struct LaunchAttending : Consumers {
   }
 };
 
-// Sixteen warps, results partial even where a run has one chunk.
+// Sixteen warps, results partial even where a run has one chunk. Two narrow tiles would spill over a BF16 cache.
 template <class Cache, int kHeads, int kLatent, int kRope, int kTiles, int kRing>
-struct LaunchMlaShape : MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing, 1, 2> { static constexpr bool kPartial = true, kTight = true; static constexpr int kNarrow = 1; };
+struct LaunchMlaShape : MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing, 1, 2> {
+  static constexpr bool kPartial = true, kTight = true;
+  static constexpr int kNarrow = 1;
+};
 
 // Every block has a unit: items of the step as the rows' positions make them.
 template <class S_>

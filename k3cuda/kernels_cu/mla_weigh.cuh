@@ -5,7 +5,8 @@
 // A warp's share of the products of a page, whose first piece is at `c`: its rows of the latent, kUse tiles of queries. `weights`: shared
 // address. Pieces that nobody sees have weights 0, and the first stands for them. Few tiles: as mla_score_narrow.
 template <class S, int kUse>
-K3_DEVICE void mla_weigh_narrow(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces, int lane) {
+K3_DEVICE void mla_weigh_narrow(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights,
+                                int pieces, int lane) {
   using C = typename S::Cache;
   MlaCursor p = c;
   uint4 w[kUse], raw;

@@ -150,7 +150,7 @@ def _buffers(plan: Plan | DraftPlan, t: Tables, rows: int, kv: str, ride: bool) 
     lines = ['#pragma once', '#include "prims.cuh"', '#include "config.cuh"', f"typedef {KV_TYPES[kv]} kv_t;", "",
              f"// One step of one rank: where its memory begins. The arena has {size} bytes.", "struct Step {", "  u8* arena;"]
     lines += [f"  {C_TYPES[t.buffers[n].dtype]}* {n}_base;" for n in t.session]
-    lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  u8* mla_work;   // partial results of the split context", "  u8* mla_map;    // the MLA cache for the copy engine",
+    lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  u8* mla_work;   // partial results of the split context",
               "  u64* trace;     // 8 words a launch, where the build traces",
               "  int slots, pages, slot_pages, rank, loopback, mla_partials;", "};", "",
               "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows. `first_row`: of a slice of the step.",

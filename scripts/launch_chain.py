@@ -11,7 +11,6 @@ from launch_bench import SEED
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests/gpu"))
 from launch_standard import NOT_THERE, KdaLayer, Standard, Struct, left_out, product_behind  # noqa: E402
 from launch_standard_mla import IN_MEMORY, MlaLayer  # noqa: E402
-from mla_device import tensor_map  # noqa: E402
 
 from k3cuda import block_program as bp  # noqa: E402
 from k3cuda import launch_kinds as lk  # noqa: E402
@@ -68,7 +67,6 @@ class Chain:
         if layer not in self.mlas:
             made = self.mlas[layer] = MlaLayer(self.program.kinds, self.case.rows, CONTEXT, (SEED, layer))
             at = self.mla_arrays[layer] = {n: cp.asarray(v) for n, v in made.arrays().items()}
-            at["map"] = tensor_map(at["cache"])
             at["launch"] = cp.asarray(made.weights(at, lambda a: a.data.ptr))
         return self.mla_arrays[layer]
 
@@ -176,10 +174,6 @@ class GpuDevice:
 
     def __init__(self, bench, module):
         self.bench, self.module = bench, module
-
-    def tensor_map(self, cache):
-        self.mapped = cp.asarray(cache)   # which the map only points to
-        return tensor_map(self.mapped)
 
     def run(self, name, grid, threads, values, shared, cluster):
         if threads is None:

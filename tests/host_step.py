@@ -82,11 +82,8 @@ class Memory:
         for name, array in self.session.items():
             setattr(self.step, f"{name}_base", array.ctypes.data)
         if "mla_cache" in self.session:
-            self.mla_work, self.mla_map = _aligned(mla_work_bytes(plan, slot_pages)), _aligned(128)
-            cache, size = self.session["mla_cache"], self._dtype("mla_cache").itemsize
-            self.mla_map.view(np.uint64)[:3] = cache.ctypes.data, self.dims["mla_cache_dim"] * size, 64 * size   # as mla_shim.cuh reads it
-            self.step.mla_work, self.step.mla_map = self.mla_work.ctypes.data, self.mla_map.ctypes.data
-            self.step.mla_partials = mla_partials(plan, slot_pages)
+            self.mla_work = _aligned(mla_work_bytes(plan, slot_pages))
+            self.step.mla_work, self.step.mla_partials = self.mla_work.ctypes.data, mla_partials(plan, slot_pages)
         self.meet([self] * plan.tp)
 
     def meet(self, ranks) -> None:

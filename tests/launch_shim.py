@@ -132,7 +132,6 @@ class Case:
                 made = self.mlas[layer] = MlaLayer(self.program.kinds, self.rows, self.context, (layer, self.rows))
                 made.here = made.arrays()
                 made.after = made.here["cache"]
-                made.here["map"] = host_map(made.after)
                 made.launched = made.weights(made.here, lambda a: a.ctypes.data)
             return self.mlas[layer].launched
         if (k.stage, layer) not in self.mixes:
@@ -143,14 +142,6 @@ class Case:
 
     def launch(self, **more):
         return launched(self.library, self.program, self.weights, self.input, block_rows=BLOCK_ROWS, **more)
-
-
-def host_map(cache):
-    """The shim's map of a cache [pages, 64, dim]: address, bytes of a row, bytes of a block."""
-    room = np.zeros(32, np.uint64)
-    start = -room.ctypes.data % 64 // 8
-    room[start:start + 3] = cache.ctypes.data, cache.shape[2] * cache.itemsize, 64 * cache.itemsize
-    return room[start:start + 16]
 
 
 def linked(y, row):
@@ -180,8 +171,6 @@ def launched(library, program, weights, x, launches=1, record=None, limit_ns=100
 
 class HostDevice:
     """Runs kernels of tests/gpu/launch_standard.py."""
-
-    tensor_map = staticmethod(host_map)
 
     def __init__(self, library):
         self.library = library

@@ -66,7 +66,7 @@ class StepLaunch:
         dims = self.plan.cfg.dims()
         return Places(self.plan, memory.tables, "bf16", {n: memory.buffer(n).ctypes.data for n in memory.tables.buffers},
                       {(op.layer, op.stage.name): tuple(a.ctypes.data for a in memory.weights_of(op)) for op in self.plan.ops}, memory.mla_work.ctypes.data,
-                      memory.mla_map.ctypes.data, memory.step.mla_partials, np.float32(dims["mla_qk_head_dim"] ** -0.5) * np.float32(LOG2_E))
+                      memory.step.mla_partials, np.float32(dims["mla_qk_head_dim"] ** -0.5) * np.float32(LOG2_E))
 
 
 class Step:

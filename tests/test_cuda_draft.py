@@ -108,8 +108,6 @@ def device(monkeypatch, tmp_path):
 
     for module in (cuda_draft, cuda_memory, cuda_upload):
         monkeypatch.setattr(module, "cupy", fake)
-    # As mla_shim.cuh reads it; a row is of BF16.
-    monkeypatch.setattr(cuda_memory, "_tensor_map", lambda cache, row, block: np.array([cache.ctypes.data, row, block, *[0] * 13], np.uint64).view(Array))
     monkeypatch.setattr(cuda_draft, "compile_bucket", lambda *_, **__: None)
     monkeypatch.setattr(cuda_draft, "BucketKernels", Bucket)
     return stream, built

@@ -153,7 +153,7 @@ def memory_of(array, plan, rank=0):
     memory = Memory(plan, MadeCheckpoint(plan.cfg), rank)
     buffers = {name: array(memory.buffer(name)) for name in memory.tables.buffers}
     return SimpleNamespace(tables=memory.tables, buffer=buffers.get, weights={(op.layer, op.stage.name): [array(a) for a in memory.weights_of(op)] for op in plan.ops},
-                           mla_work=array(memory.mla_work), mla_map=array(memory.mla_map), mla_partials=memory.step.mla_partials)
+                           mla_work=array(memory.mla_work), mla_partials=memory.step.mla_partials)
 
 
 @shim
@@ -367,7 +367,7 @@ def test_pointers_of_a_released_step(plan):
     """Weights are those of the phase's own stage and layer; a layer's states, records and cache rows are its own part of theirs."""
     tables = tables_of(plan, SLOTS, SLOTS * SLOT_PAGES, SLOT_PAGES)
     weights = {(op.layer, op.stage.name): tuple(1 << 50 | at << 20 | i for i in range(len(PACKED.get(op.stage.name, ())))) for at, op in enumerate(plan.ops)}
-    places = Places(plan, tables, "fp8_e4m3", {name: at << 40 for at, name in enumerate(tables.buffers)}, weights, 1 << 51, 1 << 52, 1000, 0.1)
+    places = Places(plan, tables, "fp8_e4m3", {name: at << 40 for at, name in enumerate(tables.buffers)}, weights, 1 << 51, 1000, 0.1)
     program = launched(plan, 8, 132, "fp8_e4m3")
     found = Pointers(program, places)
     table, base = found.table(1 << 54), 1 << 54

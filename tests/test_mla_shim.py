@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent / "shim"))
 import host  # noqa: E402
 
+from k3cuda.cache_layout import in_order  # noqa: E402
+
 pytestmark = pytest.mark.skipif(host.COMPILER is None, reason="no C++ compiler")
 PAGE, LATENT, ROPE, HEADS, RING = 64, 128, 64, 6, 8
 DIM = LATENT + ROPE
@@ -24,7 +26,7 @@ class Rows(ctypes.Structure):
 
 
 class Attend(ctypes.Structure):
-    _fields_ = [("rows", Rows), ("query", ctypes.c_void_p), ("map", ctypes.c_void_p), ("first", ctypes.c_int), ("score_scale", ctypes.c_float),
+    _fields_ = [("rows", Rows), ("query", ctypes.c_void_p), ("cache", ctypes.c_void_p), ("score_scale", ctypes.c_float),
                 ("cache_scale", ctypes.c_float)] + [(n, ctypes.c_void_p) for n in ("partial", "top_sum", "next", "out")]
 
 
@@ -52,7 +54,8 @@ def library(request, tmp_path_factory):
                      f"mla_write<{stored}, {QUERY}, {QUERY_LEAVES}, {LATENT}, {LATENT_LEAVES}, {ROPE}>(a, leaf, row, [] {{}}); }}")
     names = [n for s, t in SHAPES for n in (f"a{s}_{t}", *(f"c{s}_{t}_{n}" for n in TOGETHER))] + ["w1", "w2"]
     lines.append('extern "C" int chunks(int length) { return mla_chunks(length); }')
-    lines.append('extern "C" size_t far_row(int page, int position) { return mla_cache_row<576>(page, position); }\n')
+    lines += [f'extern "C" size_t at{size}(int page, int position, int i) {{ return mla_cache_at<{stored}, 576>(page, position, i); }}\n'
+              for size, stored in ((1, "u8"), (2, "bf16"))]
     return host.build("\n".join(lines) + "\n", names, tmp_path_factory.mktemp("mla"))
 
 
@@ -61,11 +64,9 @@ def run(library, size, tiles, query, cache, slot, position, table, blocks=2, see
     rows, total = len(slot), 1024
     partial, top_sum = np.full((total, LATENT), np.nan, np.float32), np.full((total, 2), np.nan, np.float32)
     count, out = np.zeros(1, np.int32), np.full((rows, HEADS, LATENT), 0xffff, np.uint16)
-    encoded = np.zeros(32, np.uint64)
-    start = -encoded.ctypes.data % 64 // 8
-    encoded[start:start + 3] = cache.ctypes.data, DIM * size, 64 * size
+    stored = in_order(cache)
     pointers = [a.ctypes.data for a in arrays]
-    a = Attend(Rows(*pointers, table.shape[1], rows), query.ctypes.data, encoded[start:].ctypes.data, 0, np.float32(192 ** -0.5 * np.log2(np.e)), 1.0,
+    a = Attend(Rows(*pointers, table.shape[1], rows), query.ctypes.data, stored.ctypes.data, np.float32(192 ** -0.5 * np.log2(np.e)), 1.0,
                partial.ctypes.data, top_sum.ctypes.data, count.ctypes.data, out.ctypes.data)
     shared, threads = (host.constants(library, f"a{size}_{tiles}_{n}", 1)[0] for n in ("shared", "threads"))
     host.launch(library, f"a{size}_{tiles}", blocks, threads, [a], shared, seed)
@@ -158,6 +159,7 @@ def test_new_cache_rows(library, size):
     assert (got == want)[[0, 2]].mean() > 0.99 and np.abs(got - want)[[0, 2]].max() <= 2**-7 * np.abs(want[[0, 2]]).max()
     assert (out[1] == 0x5555).all()
     want = num.round_cache(np.concatenate([rms_norm(latent[:, :LATENT], norms[1].astype(np.float32), 1e-6, num), latent[:, LATENT:]], axis=1))
+    cache = in_order(cache)
     for row, (page, at) in ((0, (3, 1)), (2, (2, 3))):
         got = cache[page, at].view(TYPES[size][1]).astype(np.float32)
         assert (got == want[row]).mean() > 0.99 and np.abs(got - want[row]).max() < 0.13 * np.abs(want[row, :-1]).max(), row
@@ -172,6 +174,13 @@ def test_work_space_counts_chunks_as_the_kernel_does(library):
     assert {n: mla_chunks(n) for n in edges} == {n: library.chunks(n) for n in edges}
 
 
-def test_addresses_pass_two_to_the_31(library):
-    library.far_row.restype = ctypes.c_size_t
-    assert library.far_row(200_000, 1_000_001) == (200_000 * 64 + 1_000_001 % 64) * 576
+@pytest.mark.parametrize("size", [1, 2])
+def test_values_lie_where_the_host_looks_for_them(library, size):
+    """In their own row, every 16 bytes together; addresses pass 2^31."""
+    where, far = library[f"at{size}"], 200_000
+    where.restype = ctypes.c_size_t
+    found = np.array([[where(far, 1_000_000 * 64 + row, i) for i in range(576)] for row in range(PAGE)]) - far * PAGE * 576
+    inside = np.arange(PAGE * 576).reshape(1, PAGE, 576)
+    pages = [(inside >> 8 * byte & 0xff).astype(np.uint8) for byte in range(2)] if size == 1 else [inside.astype(np.uint16)]
+    assert (sum(in_order(p)[0].astype(int) << 8 * n for n, p in enumerate(pages)) == found).all()
+    assert (found // 576 == np.arange(PAGE)[:, None]).all() and (np.diff(found.reshape(-1, 16 // size)) == 1).all()

@@ -9,6 +9,7 @@ from host_step import Kernels, Memory  # noqa: E402
 from models import headdims  # noqa: E402
 from shim import host  # noqa: E402
 
+from k3cuda.cache_layout import in_order  # noqa: E402
 from k3cuda.config import PAGE_SIZE, RELEASED_FOLDER, K3Config  # noqa: E402
 from k3cuda.context_split import own_length  # noqa: E402
 from k3cuda.emit import build_files, kernels_of  # noqa: E402
@@ -41,11 +42,11 @@ def test_ranks_attend_together(tp, dcp, tmp_path):
     for slot in range(3):   # what was there before the step; the rest is NaN
         first = min(p for s, p in zip(SLOT, POSITION) if s == slot)
         for r, memory in enumerate(ranks):
-            cache = memory.buffer("mla_cache")[layer].view(ml_dtypes.bfloat16)
-            cache[pages[slot]] = np.nan
+            cache = np.full((len(pages[slot]), *memory.buffer("mla_cache").shape[2:]), np.nan, ml_dtypes.bfloat16)
             own = np.arange(first)[np.arange(first) // PAGE_SIZE % dcp == r % dcp]
             at = own // PAGE_SIZE // dcp
-            cache[pages[slot][at], own % PAGE_SIZE] = whole[slot, own]
+            cache[at, own % PAGE_SIZE] = whole[slot, own]
+            memory.buffer("mla_cache")[layer, pages[slot]] = in_order(cache).view(np.uint16)
     query, latent = rng.standard_normal((ROWS, dims["q_lora_rank"])), rng.standard_normal((ROWS, dims["mla_cache_dim"]))
     absorbed = rng.standard_normal((ROWS, dims["num_attention_heads"], dims["mla_cache_dim"])).astype(ml_dtypes.bfloat16)
     each = dims["num_attention_heads"] // tp
@@ -58,7 +59,7 @@ def test_ranks_attend_together(tp, dcp, tmp_path):
 
     for row, (slot, position) in enumerate(zip(SLOT, POSITION)):   # each new row is with one rank of a group, alike in every group
         for r, memory in enumerate(ranks if slot >= 0 else ()):
-            cache = memory.buffer("mla_cache")[layer].view(ml_dtypes.bfloat16)
+            cache = in_order(memory.buffer("mla_cache")[layer]).view(ml_dtypes.bfloat16)
             if position // PAGE_SIZE % dcp == r % dcp:
                 stored = cache[pages[slot][position // PAGE_SIZE // dcp], position % PAGE_SIZE]
                 if r < dcp:

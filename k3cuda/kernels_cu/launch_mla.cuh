@@ -42,11 +42,11 @@ struct LaunchMlaNorm : LaunchInMemory {
       if (u + 1 == p.units) block.received(phase);
       if (slot >= 0) {
         const float inverse = Leaf::inverse(leaves, w.eps);
-        Stored* to = (Stored*)w.cache + mla_cache_row<kLatent + kRope>(page, position);
+        auto to = [&](int i) { return (Stored*)w.cache + mla_cache_at<Stored, kLatent + kRope>(page, position, i); };
         K3_UNROLL
         for (int i = 0; i < Leaf::kValues; ++i)
-          if (Leaf::has(i, team)) mla_store_latent(to + Leaf::at(i, team), mla_normed(own[i], inverse, weight[i]), w.cache_scale);
-        if (team.thread() < kRope) mla_store_key(to + kLatent + team.thread(), __uint_as_float(v[Leaf::kValues]), w.cache_scale);
+          if (Leaf::has(i, team)) mla_store_latent(to(Leaf::at(i, team)), mla_normed(own[i], inverse, weight[i]), w.cache_scale);
+        if (team.thread() < kRope) mla_store_key(to(kLatent + team.thread()), __uint_as_float(v[Leaf::kValues]), w.cache_scale);
       }
       team.sync();
       if (team.thread() == 0) {
@@ -96,9 +96,12 @@ struct LaunchAttending : Consumers {
   }
 };
 
-// Sixteen warps, results partial even where a run has one chunk.
+// Sixteen warps, results partial even where a run has one chunk. Two narrow tiles would spill over a BF16 cache.
 template <class Cache, int kHeads, int kLatent, int kRope, int kTiles, int kRing>
-struct LaunchMlaShape : MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing, 1, 2> { static constexpr bool kPartial = true, kTight = true; };
+struct LaunchMlaShape : MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing, 1, 2> {
+  static constexpr bool kPartial = true, kTight = true;
+  static constexpr int kNarrow = 1;
+};
 
 // Every block has a unit: items of the step as the rows' positions make them.
 template <class S_>

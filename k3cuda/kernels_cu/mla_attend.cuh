@@ -25,7 +25,6 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
     if (by.lane() == 0) m.first = first;
   }
   if (by.thread() == kWarpSize) {
-    map_prefetch(a.map);
     for (int i = 0; i < S::kRing; ++i) {
       barrier_init(&m.full[i], 1);
       barrier_init(&m.empty[i], 8);

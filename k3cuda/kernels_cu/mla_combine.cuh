@@ -135,7 +135,7 @@ struct MlaWrite {
   const bf16* query_norm;    // [kQuery]
   const bf16* latent_norm;   // [kLatent]
   bf16* query_out;           // [rows][kQuery]: mla_q_latent
-  void* cache;               // [pages][64][kLatent + kRope]
+  void* cache;               // [pages][64][kLatent + kRope], values where mla_cache_at says
   float cache_scale, eps;
 };
 
@@ -194,12 +194,12 @@ K3_DEVICE void mla_write(const MlaWrite& a, float (&leaf)[2][16], int row, Ready
   __syncthreads();
   const float query_inverse = Query::inverse(leaf[0], a.eps), latent_inverse = Latent::inverse(leaf[1], a.eps);
   bf16* query_out = a.query_out + size_t(row) * kQuery;
-  Stored* to = (Stored*)a.cache + mla_cache_row<kDim>(page, position);
+  auto to = [&](int i) { return (Stored*)a.cache + mla_cache_at<Stored, kDim>(page, position, i); };
   K3_UNROLL
   for (int i = 0; i < Query::kValues; ++i)
     if (Query::has(i)) query_out[Query::at(i)] = float_to_bf16(mla_normed(query[i], query_inverse, query_norm[i]));
   K3_UNROLL
   for (int i = 0; i < Latent::kValues; ++i)
-    if (holds && Latent::has(i)) mla_store_latent(to + Latent::at(i), mla_normed(latent[i], latent_inverse, latent_norm[i]), a.cache_scale);
-  if (holds && tid < kRope) mla_store_key(to + kLatent + tid, key, a.cache_scale);
+    if (holds && Latent::has(i)) mla_store_latent(to(Latent::at(i)), mla_normed(latent[i], latent_inverse, latent_norm[i]), a.cache_scale);
+  if (holds && tid < kRope) mla_store_key(to(kLatent + tid), key, a.cache_scale);
 }

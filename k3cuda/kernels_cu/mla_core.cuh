@@ -6,10 +6,9 @@
 // A piece of 16 positions that no query of a group sees is left out everywhere: it would add exact zeros.
 //
 // Cache rows are the wide operand of the products (16 positions, or 16 latent values), queries the narrow one (8 columns), so a page
-// is read once for all queries of a group. One warp copies pages into a ring of 16-row pieces; the copy engine swizzles them, which
-// frees every fragment load of bank conflicts (a row is an odd number of blocks; copies by the threads would clog the very pipe
-// that loads the fragments). Four warps are one set that makes scores and weights, a piece of a page each; where registers allow, two
-// sets take turns by pages.
+// is read once for all queries of a group. One warp copies pages into a ring of 16-row pieces by the copy engine, since copies by the
+// threads would clog the very pipe that loads the fragments; in memory rows lie as fragments want them (mla_swizzle). Four warps are one
+// set that makes scores and weights, a piece of a page each; where registers allow, two sets take turns by pages.
 // Eight warps make the weighted latent, 1/8 of its values each, one warp the sums.
 //
 // An e4m3 cache row is multiplied in FP16, which holds it exactly. The query, BF16, is scaled by a power of two to at most 2^15: what
@@ -80,6 +79,9 @@ struct MlaE4m3 {
 
 // Whether a block of few queries leaves registers and shared memory for one of mla_combine, which then is there when the last page is done, and for one of
 // the kernel before it.
+// Tiles of queries that mma.sync multiplies on sm_90a too: a wgmma of 8 or 16 columns takes as long as one of 32, 40 cycles in a chain alone and 60 beside
+// those of three other groups of warps, and its rows must be waited for. The bytes are the same.
+constexpr int kMlaNarrow = 2;
 constexpr bool mla_beside(int tiles) { return kMlaWgmma && tiles == 1; }
 constexpr int kMlaBesideBytes = 20 * 1024;
 
@@ -95,6 +97,7 @@ struct MlaShape {
   static constexpr int kHeads = kHeads_, kLatent = kLatent_, kDim = kLatent_ + kRope_, kTiles = kTiles_, kRing = kRing_;
   static constexpr int kColumns = 8 * kTiles;
   static constexpr bool kTight = false;           // registers are short: addresses are not computed ahead
+  static constexpr int kNarrow = kMlaNarrow;
   static constexpr bool kPartial = false;         // whether results stay partial also where a run has one chunk (mla_own.cuh)
   static constexpr int kSets = kSets_, kWeighers = 4 + 4 * kSets, kWarps = kWeighers + 8, kThreads = kWarps * kWarpSize;   // kWeighers: their first warp
   static constexpr int kKSteps = kDim / 16, kPair = Cache::kSteps;
@@ -103,17 +106,15 @@ struct MlaShape {
   static constexpr int kHeadTiles = (kHeads + 7) / 8, kOfRow = kHeadTiles < kTiles && kHeadTiles != 5 ? kHeadTiles : 2;
   static constexpr int kFew = kTiles > 3 ? (kOfRow < 2 ? kOfRow : 2) : kTiles, kMiddle = kTiles > 3 ? (kOfRow < 2 ? 2 : kOfRow) : kTiles;
   K3_DEVICE static MlaWidths widths() { return {{8 * kFew, 8 * kMiddle, kColumns}}; }
-  // A row in shared memory is whole blocks of 64 or 128 bytes, inside which the copy engine permutes 16-byte units.
-  static constexpr int kRowBytes = kDim * Cache::kBytes, kBlock = 64 * Cache::kBytes, kPiece = 16 * kRowBytes;
+  static constexpr int kRowBytes = kDim * Cache::kBytes, kPiece = 16 * kRowBytes;
   static constexpr int kRowTiles = (kLatent / 16 + kPair - 1) / kPair * kPair, kOwnRowTiles = (kRowTiles / kPair + 7) / 8 * kPair;
   static constexpr bool kMoveRegisters = kTiles > (kSets > 1 ? 3 : 4);
   // Queries of two groups lie in shared memory, the next one's already while one is scored, where both fit.
   static constexpr int kQueryTiles = kQueryTiles_, kQueryColumns = 8 * kQueryTiles;
   static constexpr u32 kQueryBlock = kQueryTiles * kColumnTile;   // 64 dims of all of them
-  static_assert(kRowBytes % kBlock == 0 && kKSteps % 4 == 0 && kLatent % 16 == 0, "whole blocks and tiles");
+  static_assert(kDim % 64 == 0 && kLatent % 16 == 0, "whole blocks and tiles");
   static_assert(kRing >= 4 && kQueryTiles >= kTiles && kQueryTiles >= 2, "a page and a group fit; half of the queries' room is whole tiles");
-  // Where byte `at` of a piece lies: what the copy engine does with 64- or 128-byte swizzle.
-  K3_DEVICE static u32 swizzle(u32 at) { return at ^ (at >> 3 & (kBlock - 16)); }
+  K3_DEVICE static u32 swizzle(u32 at) { return mla_swizzle<Cache::kBytes>(at); }
   K3_DEVICE static bool whole(int columns) { return columns > kQueryColumns / 2; }   // a group that needs all of it
 };
 
@@ -150,8 +151,7 @@ struct MlaFit {
 struct MlaAttend {
   MlaRows rows;
   const bf16* query;         // [rows][heads][dim]
-  const TensorMap* map;      // of the cache: bytes as [positions][blocks][block], boxes of 16 positions
-  int first;                 // position of the map at which page 0 begins
+  const void* cache;         // the layer's: [pages][64][dim], values where mla_cache_at says
   float score_scale;         // qk_head_dim^-1/2 log2(e)
   float cache_scale;         // what a stored value is multiplied with
   float* partial;            // [partials][latent]; of a run by chunk, row and head
@@ -212,11 +212,11 @@ K3_DEVICE void mla_copy(const MlaAttend& a, MlaSmem<S>& m, const MlaItem& item, 
   const int table = lane < pages ? a.rows.page_table[size_t(item.slot) * a.rows.slot_pages + u32(item.begin / kMlaPage + lane)] : 0;
   K3_ROLLED
   for (int piece = from; piece < count; ++piece, c.step<S::kRing>(1)) {
-    const int at = a.first + __shfl_sync(kFullWarp, table, piece / 4) * kMlaPage + piece % 4 * 16;
+    const int page = __shfl_sync(kFullWarp, table, piece / 4);
     barrier_wait(&m.empty[c.at], c.parity ^ 1);
     if (lane == 0) {
       barrier_expect(&m.full[c.at], S::kPiece);
-      tensor_copy(m.ring[c.at], a.map, at, &m.full[c.at]);
+      bulk_copy(m.ring[c.at], (const u8*)a.cache + (size_t(page) * (kMlaPage / 16) + piece % 4) * S::kPiece, S::kPiece, &m.full[c.at]);
     }
   }
 }

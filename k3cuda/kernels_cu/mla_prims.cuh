@@ -1,17 +1,10 @@
-// Instructions that only latent attention uses: boxes of a tensor, fragments, FP16 products.
+// Instructions that only latent attention uses: fragments, FP16 products.
 #pragma once
 #include "prims.cuh"
 
 #ifdef K3_HOST_SHIM
 #include "mla_shim.cuh"
 #else
-// A box of a tensor, described on the host (cuTensorMapEncodeTiled), to shared memory; completes on `bar` by bytes.
-struct __align__(64) TensorMap { u64 opaque[16]; };
-K3_DEVICE void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-               ::"r"(shared_address(dst)), "l"(map), "r"(0), "r"(0), "r"(z), "r"(shared_address(bar)) : "memory");
-}
-K3_DEVICE void map_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map)); }
 // Orders this thread's stores to shared memory before what the copy engine and the tensor cores do there behind a barrier.
 K3_DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Orders the same of memory that the copy engine reads: by who stored, before it says so, and by who copies, once it knows.

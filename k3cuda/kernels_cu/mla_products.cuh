@@ -32,6 +32,11 @@ template <class T> inline void settle(T&) {}
 K3_DEVICE void settle(u32& v) { asm volatile("" : "+r"(v)::"memory"); }
 K3_DEVICE void settle(float& v) { asm volatile("" : "+f"(v)::"memory"); }
 K3_DEVICE void settle(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory"); }
+template <class T, int kCount>
+K3_DEVICE void settle(T (&v)[kCount]) {
+  K3_UNROLL
+  for (int i = 0; i < kCount; ++i) settle(v[i]);
+}
 #endif
 
 #ifdef K3_WGMMA
@@ -153,3 +158,23 @@ K3_DEVICE void product(float (&c)[kTiles][4], const uint4& a, const Columns<kTil
   }
 }
 #endif
+
+// Rows of the next batch of products, unpack(i) out of `raw`, where those of an older one lie: once that is done, `again`, and no sooner than there is room.
+// At most kLeft batches stay under way.
+template <int kLeft, int kBatch, class Unpack>
+K3_DEVICE void next_rows(uint4 (&rows)[kBatch], uint4& raw, bool again, Unpack&& unpack) {
+  if (again) {
+    products_wait<kLeft>();
+    settle(rows);
+    settle(raw);
+  }
+  K3_UNROLL
+  for (int i = 0; i < kBatch; ++i) rows[i] = unpack(i);
+}
+// Behind the last batch: what products read and what they wrote.
+template <class Rows, class Sums>
+K3_DEVICE void products_done(Rows& rows, Sums& sums) {
+  products_wait<0>();
+  settle(rows);
+  settle(sums);
+}

@@ -22,10 +22,31 @@ K3_DEVICE void mla_clear_hidden(MlaSmem<S>& m, const MlaCursor& c, int page, con
   }
 }
 
-// Products of a warp's 16 cache rows with kUse tiles of queries: rows at shared address `from`, a lane's own; queries at `query`.
+// Products of a warp's 16 cache rows with kUse tiles of queries: rows at shared address `from`, a lane's own; queries at `query`. Few tiles:
+// by mma.sync, without a wait (kMlaNarrow).
+template <class S, int kUse>
+K3_DEVICE void mla_score_narrow(float (&s)[kUse][4], u32 from, u32 query, int lane) {
+  using C = typename S::Cache;
+  // Matrices of a load: both halves of a k-step's columns, then the next one's. Row r of all of them has its 16-byte units at unit ^ r.
+  const u32 columns = query + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+  uint4 raw, b[kUse];
+  K3_UNROLL
+  for (int step = 0; step < S::kKSteps; ++step) {
+    if (step % C::kSteps == 0) raw = load_matrices(S::swizzle(from + step / C::kSteps * 32));
+    const uint4 rows = C::rows(raw, step % C::kSteps);
+    K3_UNROLL
+    for (int n = 0; n < kUse; ++n) {
+      if (step % 2 == 0) b[n] = load_matrices((columns ^ step % 4 * 32) + step / 4 * S::kQueryBlock + n * kColumnTile);
+      C::multiply(s[n], rows, step % 2 ? b[n].z : b[n].x, step % 2 ? b[n].w : b[n].y);
+    }
+  }
+}
+
+// The same of any number of tiles.
 template <class S, int kUse>
 K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int lane) {
   using C = typename S::Cache;
+  if constexpr (kUse <= S::kNarrow) return mla_score_narrow<S>(s, from, query, lane);
   // Where registers are short, four steps at a time: the addresses that mma.sync's columns have in all of them would fill them.
 #ifdef K3_WGMMA
   constexpr int kRun = S::kKSteps;
@@ -45,29 +66,14 @@ K3_DEVICE void mla_score_products(float (&s)[kUse][4], u32 from, u32 query, int 
       const int step = first + n, slot = n / kBatch % kUnderWay;
       raw = next;
       if (step + kBatch < S::kKSteps) next = load_matrices(S::swizzle(from + (step / kBatch + 1) * 32));
-      if (step >= kUnderWay * kBatch) {
-        products_wait<kUnderWay - 1>();
-        K3_UNROLL
-        for (int b = 0; b < kBatch; ++b) settle(rows[slot][b]);
-        settle(raw);                                       // unpacked no sooner than there is room
-      }
-      K3_UNROLL
-      for (int b = 0; b < kBatch; ++b) rows[slot][b] = C::rows(raw, b);
+      next_rows<kUnderWay - 1>(rows[slot], raw, step >= kUnderWay * kBatch, [&](int b) { return C::rows(raw, b); });
       products_begin();
       K3_UNROLL
       for (int b = 0; b < kBatch; ++b)
         product<C::kF16, false>(s, rows[slot][b], columns_by_k<kUse>(query, (step + b) / 4 * (S::kQueryBlock / 16) + (n + b) % 4 * 2, lane), step + b > 0);
       products_end();
     }
-  products_wait<0>();
-  K3_UNROLL
-  for (int i = 0; i < kUnderWay; ++i)
-    K3_UNROLL
-    for (int b = 0; b < kBatch; ++b) settle(rows[i][b]);
-  K3_UNROLL
-  for (int n = 0; n < kUse; ++n)
-    K3_UNROLL
-    for (int j = 0; j < 4; ++j) settle(s[n][j]);
+  products_done(rows, s);
 }
 
 // The largest scores of a piece's 16 rows: lanes 4 g + t get those of columns 2t, 2t + 1 of tile g, all tiles side by side. A lane whose g is no tile's gets

@@ -21,23 +21,9 @@ inline u32 __byte_perm(u32 a, u32 b, u32 s) {
 inline u32 shared_address(const void* p) { return u32((const u8*)p - shim::cur->b->dyn) | (shim::cluster_size() > 1 ? shim::cluster_rank() << 24 : 0); }
 inline u8* shared_pointer(u32 at) { return shim::cur->b->dyn + (at & 0xffffff); }
 
-// The map of the host: address, bytes of a row, bytes of a block (which is the swizzle).
-struct __align__(64) TensorMap { u64 opaque[16]; };
-inline void tensor_copy(void* dst, const TensorMap* map, int z, u64* bar) {
-  const u64 row = map->opaque[1], block = map->opaque[2];
-  const u8* from = (const u8*)map->opaque[0] + z * row;
-  const u32 to = shared_address(dst);
-  for (u32 i = 0; i < 16 * row; ++i) {
-    u32 at = to + i;
-    *shared_pointer(at ^ (at >> 3 & (block - 16))) = from[i];
-  }
-  ((HostBarrier*)bar)->bytes -= 16 * row;
-  barrier_check((HostBarrier*)bar);
-}
 inline void fence_copies() {}
 inline void fence_copied_memory() {}
 inline void barrier_end(u64*) {}
-inline void map_prefetch(const TensorMap*) {}
 template <int> inline void give_registers() {}
 template <int> inline void take_registers() {}
 inline void named_barrier(int id, int threads) {

@@ -3,10 +3,35 @@
 #include "mla_core.cuh"
 
 // A warp's share of the products of a page, whose first piece is at `c`: its rows of the latent, kUse tiles of queries. `weights`: shared
-// address. Pieces that nobody sees have weights 0, and the first stands for them: a branch would put an end to products under way.
+// address. Pieces that nobody sees have weights 0, and the first stands for them. Few tiles: as mla_score_narrow.
+template <class S, int kUse>
+K3_DEVICE void mla_weigh_narrow(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights,
+                                int pieces, int lane) {
+  using C = typename S::Cache;
+  MlaCursor p = c;
+  uint4 w[kUse], raw;
+  K3_UNROLL
+  for (int piece = 0; piece < kMlaPage / 16; ++piece) {
+    K3_UNROLL
+    for (int n = 0; n < kUse; ++n)
+      if (piece % 2 == 0) w[n] = load_matrices_transposed(weights + (piece * 2 + lane / 8) * (S::kTiles * 128) + n * 128 + lane % 8 * 16);
+    if (piece) p.step<S::kRing>(1);
+    if (piece >= pieces) p.at = c.at;
+    K3_UNROLL
+    for (int i = 0; i < S::kOwnRowTiles; ++i) {
+      if (i % S::kPair == 0) raw = load_matrices_transposed(shared_address(m.ring[p.at]) + at[i / S::kPair]);
+      const uint4 rows = C::columns(raw, i % S::kPair);
+      K3_UNROLL
+      for (int n = 0; n < kUse; ++n) C::multiply(o[i][n], rows, piece % 2 ? w[n].z : w[n].x, piece % 2 ? w[n].w : w[n].y);
+    }
+  }
+}
+
+// The same of any number of tiles; a branch around pieces that nobody sees would put an end to products under way.
 template <class S, int kUse>
 K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUse][4], const u32 (&at)[S::kOwnRowTiles / S::kPair], const MlaCursor& c, u32 weights, int pieces, int lane) {
   using C = typename S::Cache;
+  if constexpr (kUse <= S::kNarrow) return mla_weigh_narrow<S>(m, o, at, c, weights, pieces, lane);
   constexpr bool kShort = S::kSets > 1 && kUse > 4;   // of registers: sums take 96 of them
   constexpr int kOwn = S::kOwnRowTiles, kAll = 4 * kOwn, kBatch = kShort ? 1 : S::kPair, kUnderWay = kShort ? 1 : mla_under_way(kBatch);
   MlaCursor p = c;
@@ -21,30 +46,13 @@ K3_DEVICE void mla_weigh_products(MlaSmem<S>& m, float (&o)[S::kOwnRowTiles][kUs
       if (piece >= pieces) p.at = c.at;
     }
     if (i % S::kPair == 0) raw = load_matrices_transposed(shared_address(m.ring[p.at]) + at[i / S::kPair]);
-    if (l >= kUnderWay * kBatch) {
-      products_wait<kUnderWay - 1>();
-      K3_UNROLL
-      for (int b = 0; b < kBatch; ++b) settle(rows[slot][b]);
-      settle(raw);                                     // unpacked no sooner than there is room
-    }
-    K3_UNROLL
-    for (int b = 0; b < kBatch; ++b) rows[slot][b] = C::columns(raw, (i + b) % S::kPair);
+    next_rows<kUnderWay - 1>(rows[slot], raw, l >= kUnderWay * kBatch, [&](int b) { return C::columns(raw, (i + b) % S::kPair); });
     products_begin();
     K3_UNROLL
     for (int b = 0; b < kBatch; ++b) product<C::kF16, true>(o[i + b], rows[slot][b], w, true);
     products_end();
   }
-  products_wait<0>();
-  K3_UNROLL
-  for (int l = 0; l < kUnderWay; ++l)
-    K3_UNROLL
-    for (int b = 0; b < kBatch; ++b) settle(rows[l][b]);
-  K3_UNROLL
-  for (int i = 0; i < S::kOwnRowTiles; ++i)
-    K3_UNROLL
-    for (int n = 0; n < kUse; ++n)
-      K3_UNROLL
-      for (int j = 0; j < 4; ++j) settle(o[i][n][j]);
+  products_done(rows, o);
 }
 
 // A final result is divided and rounded as mla_combine does it, which has nothing to add here.

@@ -23,9 +23,16 @@ K3_DEVICE int mla_chunk_begin(int j) {
   if (j <= kMlaShorts + kMlaMiddles) return kMlaMiddleFrom + (j - kMlaShorts) * kMlaMiddle;
   return kMlaLongFrom + (j - kMlaShorts - kMlaMiddles) * kMlaLong;
 }
-// First element of the cache row of one position: 64 bits, since a pool of pages passes 2^31 elements.
-template <int kDim>
-K3_DEVICE size_t mla_cache_row(int page, int position) { return (size_t(page) * kMlaPage + position % kMlaPage) * kDim; }
+// Where byte `at` of a page's rows, one behind the other, lies in memory and in shared memory, so that a page is copied as it is and its fragments are
+// loaded without bank conflicts (a row is an odd number of blocks): 16-byte units change places inside blocks of 64 values. Its own inverse.
+template <int kSize>
+K3_DEVICE u32 mla_swizzle(u32 at) { return at ^ (at >> 3 & (64 * kSize - 16)); }
+// Where value `i` of the cache row of one position lies in a layer's cache: 64 bits, since a pool of pages passes 2^31 values.
+template <class Stored, int kDim>
+K3_DEVICE size_t mla_cache_at(int page, int position, int i) {
+  constexpr int kSize = sizeof(Stored);
+  return size_t(page) * (kMlaPage * kDim) + mla_swizzle<kSize>((position % kMlaPage * kDim + i) * kSize) / kSize;
+}
 
 struct MlaRows {
   const int* row_slot;       // [rows], -1 pads; rows of a slot are neighbours, oldest first

@@ -153,9 +153,9 @@ class Backend(Protocol):
     def buffer(self, name: str, rank: int = 0):
         """One rank's buffer of buffers.py, whole: an array that shares its memory, valid until `close`.
 
-        NumPy in the reference, where every floating-point buffer is F32. CuPy on a GPU, where BF16 is `ml_dtypes.bfloat16` and an FP8
-        cache is its bytes as uint8. There the current stream waits for the steps so far, and from the first call on every step waits
-        for what the stream that is current then has been given.
+        NumPy in the reference, where every floating-point buffer is F32. CuPy on a GPU, where BF16 is `ml_dtypes.bfloat16`, an FP8
+        cache is its bytes as uint8, and rows of mla_cache lie as cache_layout.py says. There the current stream waits for the steps so
+        far, and from the first call on every step waits for what the stream that is current then has been given.
 
         Raises:
             UsageError: no such buffer, no such rank, or a buffer that no step of this backend writes.

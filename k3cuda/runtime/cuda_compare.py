@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from ..buffers import BY_NAME, ROW_AXES
+from ..cache_layout import in_order
 from ..emit import sums_ranks
 from ..plan import Op, instance
 from ..reference import FUNCTIONS
@@ -145,9 +146,10 @@ class Compare:
         b, array = BY_NAME[name], self.memory.buffer(name)
         names, array = (b.shape[1:], array[op.kind_index]) if len(instance(name, op)) > 1 else (b.shape, array)
         count = dict.fromkeys(ROW_AXES, rows) | {"pages": self.pages}
-        array = array[tuple(slice(count.get(s)) for s in names)]
+        array = array[tuple(slice(count.get(s)) for s in names)].get()
         kv = ml_dtypes.float8_e4m3fn if self.be.kv_cache_dtype == "fp8_e4m3" else ml_dtypes.bfloat16
-        values = np.ascontiguousarray(array.get()).view(kv if b.dtype == "kv" else HOST_DTYPE[b.dtype])
+        array = in_order(array) if name == "mla_cache" else array
+        values = np.ascontiguousarray(array).view(kv if b.dtype == "kv" else HOST_DTYPE[b.dtype])
         return values if b.dtype in ("i32", "u8", "f32") else values.astype(np.float32)
 
     def _live(self, name, array, op, rows):

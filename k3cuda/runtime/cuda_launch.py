@@ -210,7 +210,7 @@ class StepLaunches:
         """Of one rank where its memory has everything, the structures that phases point to, and the table of what they do."""
         places = Places(self.plan, m.tables, self.kv_cache_dtype, {name: m.buffer(name).data.ptr for name in m.tables.buffers},
                         {key: tuple(array.data.ptr for array in arrays) for key, arrays in m.weights.items()},
-                        0 if m.mla_work is None else m.mla_work.data.ptr, 0 if m.mla_map is None else m.mla_map.data.ptr, m.mla_partials, scale)
+                        0 if m.mla_work is None else m.mla_work.data.ptr, m.mla_partials, scale)
         pointers = Pointers(program, places)
         structures = cupy.asarray(pointers.structures)
         return places, structures, cupy.asarray(pointers.table(structures.data.ptr))

@@ -6,7 +6,7 @@ from math import prod
 import cupy
 import numpy as np
 
-from ..buffers import KV_BYTES, buffer_shape
+from ..buffers import buffer_shape
 from ..emit import arena_offsets
 from ..draft_plan import DraftPlan
 from ..errors import OutOfMemory, PlanError
@@ -24,7 +24,7 @@ VIEW_DTYPES = {"f32": np.float32, "bf16": np.uint16, "i32": np.int32, "u8": np.u
 def step_type(session: tuple[str, ...]) -> type[ctypes.Structure]:
     """`struct Step` of emit.py where `session` come as pointers; a test compares sizes and offsets with the compiled ones."""
     fields = [("arena", ctypes.c_void_p), *((f"{n}_base", ctypes.c_void_p) for n in session), ("peers", ctypes.c_void_p * LEGAL_TP[-1]),
-              ("mla_work", ctypes.c_void_p), ("mla_map", ctypes.c_void_p), ("trace", ctypes.c_void_p),
+              ("mla_work", ctypes.c_void_p), ("trace", ctypes.c_void_p),
               *((n, ctypes.c_int) for n in ("slots", "pages", "slot_pages", "rank", "loopback", "mla_partials"))]
     return type("StepStruct", (ctypes.Structure,), {"_fields_": fields})
 
@@ -79,11 +79,10 @@ class RankMemory:
         self.session |= {n: array.view(cupy.uint8).reshape(-1) for n, array in (lent or {}).items()}
         if missing := [n for n in self.tables.session if n not in self.session]:
             raise PlanError(f"memory of a draft lacks {', '.join(missing)}, which its target lends")
-        self.mla_partials, self.mla_work, self.mla_map = 0, None, None
+        self.mla_partials, self.mla_work = 0, None
         if "mla_cache" in self.session:
             self.mla_partials = mla_partials(plan, slot_pages)
             self.mla_work = cupy.zeros(mla_work_bytes(plan, slot_pages), cupy.uint8)
-            self.mla_map = _tensor_map(self.session["mla_cache"], self.dims["mla_cache_dim"] * KV_BYTES[kv_cache_dtype], 64 * KV_BYTES[kv_cache_dtype])
         self.weights: dict[tuple[int | None, str], list] = {}
 
     def buffer(self, name: str) -> cupy.ndarray:
@@ -130,7 +129,7 @@ class RankMemory:
         s = step_type(self.tables.session)(arena=self.arena.data.ptr, rank=rank, loopback=loopback, mla_partials=self.mla_partials,
                                            **{n: self.dims[n] for n in ("slots", "pages", "slot_pages")})
         if self.mla_work is not None:
-            s.mla_work, s.mla_map = self.mla_work.data.ptr, self.mla_map.data.ptr
+            s.mla_work = self.mla_work.data.ptr
         for name, array in self.session.items():
             setattr(s, f"{name}_base", array.data.ptr)
         for i in range(self.plan.tp):
@@ -170,15 +169,3 @@ class PageTables:
 
     def pages(self, slot: int, count: int) -> list[int]:
         return self._host[slot, :count].tolist()
-
-
-def _tensor_map(cache: cupy.ndarray, row: int, block: int) -> cupy.ndarray:
-    """The copy engine's description of a cache as bytes [positions of all layers][blocks of a row][block], in boxes of 16 positions."""
-    cu = driver()
-    swizzles, u32, u64 = cu.CUtensorMapSwizzle, cu.cuuint32_t, cu.cuuint64_t
-    encoded = check(cu.cuTensorMapEncodeTiled(
-        cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, cache.data.ptr, [u64(block), u64(row // block), u64(cache.nbytes // row)],
-        [u64(block), u64(row)], [u32(block), u32(row // block), u32(16)], [u32(1)] * 3, cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        {64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B, 128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B}[block],
-        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
-    return cupy.asarray(np.frombuffer(ctypes.string_at(encoded.getPtr(), 128), np.uint8))

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..block_program import BlockProgram
 from ..buffers import DTYPE_BYTES, KV_BYTES, buffer_shape
-from ..config import L2NORM_EPS, MLA_NORM_EPS, PAGE_SIZE
+from ..config import L2NORM_EPS, MLA_NORM_EPS
 from ..launch_operands import KdaMix, LaunchMix, LaunchMla, LaunchTokens, MlaAttend, MlaWrite, Operand, operand
 from ..plan import Op, Plan
 from ..tables import Tables
@@ -25,7 +25,7 @@ class Places:
     Attributes:
         tables: of the machine's sizes. kv_cache_dtype: "bf16" or "fp8_e4m3".
         buffers: address of every buffer. weights: (layer, stage) -> addresses of its packed arrays.
-        mla_work, mla_map: addresses of Step's. mla_partials: as there.
+        mla_work: address of Step's. mla_partials: as there.
         score_scale: float32 that scores of latent attention are multiplied with, as the standard path's kernels work it out.
     """
 
@@ -35,7 +35,6 @@ class Places:
     buffers: dict[str, int]
     weights: dict[tuple[int | None, str], tuple[int, ...]]
     mla_work: int
-    mla_map: int
     mla_partials: int
     score_scale: float
 
@@ -76,8 +75,7 @@ def _kda(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> KdaMix:
 def _mla(at: Places, op: Op, weights: tuple[int, ...], rows: int) -> LaunchMla:
     dims, (query_norm, latent_norm) = at.tables.dims, weights
     of_rows = {n: at.buffers[n] for n in ("row_slot", "row_position", "page_table")} | {"slot_pages": dims["slot_pages"], "rows": rows, "cache_scale": CACHE_SCALE}
-    attend = MlaAttend(**of_rows, map=at.mla_map, first=op.kind_index * dims["pages"] * PAGE_SIZE, score_scale=at.score_scale,
-                       partial=at.mla_work + at.mla_partials * _TOP_SUM, top_sum=at.mla_work)
+    attend = MlaAttend(**of_rows, cache=at.part("mla_cache", op), score_scale=at.score_scale, partial=at.mla_work + at.mla_partials * _TOP_SUM, top_sum=at.mla_work)
     return LaunchMla(attend, MlaWrite(**of_rows, query_norm=query_norm, latent_norm=latent_norm, cache=at.part("mla_cache", op), eps=MLA_NORM_EPS))
 
 

@@ -52,8 +52,8 @@ class MlaLayer:
         return {**{n: arrays[n] for n in self.tables}, "slot_pages": self.tables["page_table"].shape[1], "rows": len(self.tables["row_slot"])}
 
     def attending(self, arrays):
-        """Of a MlaAttend, but queries and results. `arrays`: the tables, room and map where the launch is to find them."""
-        return {**self.rows_of(arrays), "map": arrays["map"], "first": 0, "score_scale": self.score_scale, "cache_scale": self.scale, **{n: arrays[n] for n in self.room}}
+        """Of a MlaAttend, but queries and results. `arrays`: the tables, room and cache where the launch is to find them."""
+        return {**self.rows_of(arrays), "cache": arrays["cache"], "score_scale": self.score_scale, "cache_scale": self.scale, **{n: arrays[n] for n in self.room}}
 
     def writing(self, arrays):
         return {**self.rows_of(arrays), **{n: arrays[n] for n in ("query_norm", "latent_norm", "cache")}, "cache_scale": self.scale, "eps": np.float32(MLA_NORM_EPS)}
@@ -115,7 +115,7 @@ class StandardMla:
             return None
         if isinstance(k, MlaCombine):
             out, count = np.zeros((rows, mla.attend.heads, mla.attend.latent), np.uint16), np.zeros(1, np.int32)
-            arrays = {**mla.arrays(), "cache": mla.after, "map": of.device.tensor_map(mla.after)}
+            arrays = {**mla.arrays(), "cache": mla.after}
             fields = {**mla.attending(arrays), "query": self.queries, "next": count, "out": out}
             of.run("rows_mla_attend", of.sms, None, [struct(Attend, fields)])
             fields = {n: fields[n] for n, _ in Combine._fields_}

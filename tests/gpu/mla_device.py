@@ -7,8 +7,9 @@ from concurrent.futures import ProcessPoolExecutor
 import cupy as cp
 import numpy as np
 
+from k3cuda.cache_layout import in_order
 from k3cuda.emit import MAX_SHARED
-from k3cuda.runtime.cuda_driver import Launch, Module, check, driver, open_device
+from k3cuda.runtime.cuda_driver import Launch, Module, open_device
 from k3cuda.runtime.cuda_jit import compile_cuda
 
 PAGE = 64
@@ -25,7 +26,7 @@ class Rows(ctypes.Structure):
 
 
 class Attend(ctypes.Structure):
-    _fields_ = [("rows", Rows), ("query", ctypes.c_void_p), ("map", ctypes.c_void_p), ("first", ctypes.c_int), ("score_scale", ctypes.c_float),
+    _fields_ = [("rows", Rows), ("query", ctypes.c_void_p), ("cache", ctypes.c_void_p), ("score_scale", ctypes.c_float),
                 ("cache_scale", ctypes.c_float), ("partial", ctypes.c_void_p), ("top_sum", ctypes.c_void_p), ("next", ctypes.c_void_p),
                 ("out", ctypes.c_void_p)]
 
@@ -95,21 +96,6 @@ def random_cache(rng, bytes_: int, pages: int):
     return (r & 0x807f) | ((124 + (r >> 7 & 255) % 5) << 7).astype(cp.uint16)
 
 
-def tensor_map(cache):
-    """Device memory that holds the copy engine's description of a cache [pages][64][dim]."""
-    cu, size = driver(), cache.dtype.itemsize
-    block, row = 64 * size, cache.shape[-1] * size
-    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
-    swizzles = cu.CUtensorMapSwizzle
-    encoded = check(cu.cuTensorMapEncodeTiled(
-        cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, cache.data.ptr,
-        [u64(block), u64(row // block), u64(cache.size * size // row)], [u64(block), u64(row)],
-        [u32(block), u32(row // block), u32(16)], [u32(1)] * 3, cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        {64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B, 128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B}[block],
-        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B, cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
-    return cp.asarray(np.frombuffer(ctypes.string_at(encoded.getPtr(), 128), np.uint8))
-
-
 class Mla:
     """Kernels of one shape; `tiles` tiles of 8 queries a group, `blocks` blocks."""
 
@@ -128,25 +114,25 @@ class Mla:
         return Rows(slot.data.ptr, position.data.ptr, table.data.ptr, table.shape[1], len(slot))
 
     def launches(self, query, cache, slot, position, table, out, *, cache_scale: float = 1.0, stream: int = 0, dependent: bool = False):
-        """The two launches of one layer; every array stays alive with them."""
-        encoded, work = tensor_map(cache), (self.partial.data.ptr, self.top_sum.data.ptr)
-        a = Attend(self.rows(slot, position, table), query.data.ptr, encoded.data.ptr, 0, SCALE, cache_scale, *work, self.next.data.ptr, out.data.ptr)
+        """The two launches of one layer, over a cache as the kernels have it; every array stays alive with them."""
+        work = (self.partial.data.ptr, self.top_sum.data.ptr)
+        a = Attend(self.rows(slot, position, table), query.data.ptr, cache.data.ptr, SCALE, cache_scale, *work, self.next.data.ptr, out.data.ptr)
         c = Combine(self.rows(slot, position, table), *work, cache_scale, self.next.data.ptr, out.data.ptr)
         together = next(n for n, rows in COMBINE_SLABS.items() if len(slot) > rows)
         blocks = min(COMBINE_BLOCKS * device().sms, len(slot) * self.heads * LATENT // (32 * together))
         both = [Launch(self.attend, self.blocks, self.threads, [a], shared=self.shared, stream=stream, dependent=dependent),
                 Launch(self.combine[together], blocks, COMBINE_THREADS, [c], stream=stream, dependent=dependent)]
-        both[0].kept = (encoded, query, cache, slot, position, table, out)
+        both[0].kept = (query, cache, slot, position, table, out)
         return both
 
     def run(self, query, cache, slot, position, table, **more):
-        """query BF16 bits [rows][heads][dim] -> BF16 bits [rows][heads][latent]; everything that is written is poisoned first."""
+        """query BF16 bits [rows][heads][dim], a cache whose values are in order -> BF16 bits [rows][heads][latent]; everything that is written is poisoned first."""
         slot, position, table = (cp.asarray(x, cp.int32) for x in (slot, position, table))
         out = cp.full((len(slot), self.heads, LATENT), 0xffff, cp.uint16)
         for x in (self.partial, self.top_sum):
             x.view(cp.uint32)[...] = 0xffffffff
         cp.cuda.Device().synchronize()
-        for launch in self.launches(query, cache, slot, position, table, out, **more):
+        for launch in self.launches(query, in_order(cache, cp), slot, position, table, out, **more):
             launch.launch()
         cp.cuda.Device().synchronize()
         assert int(self.next[0]) == 0

@@ -24,11 +24,12 @@ struct draft_mla_in : ProductStage<draft_mla_in_rows::kTotal, kDraftMlaInLeaves,
 
 // Latent normed and shared key turned, to the cache row of a position.
 K3_DEVICE void write_cache_row(const Step& s, const OpArgs& op, const float* from, const bf16* norm, int slot, int position) {
-  bf16* to = mla_cache(s, op) + mla_cache_row<kMlaCacheDim>(cache_page(s, slot, position), position);
+  const int page = cache_page(s, slot, position);
+  auto to = [&](int i) -> bf16& { return mla_cache(s, op)[mla_cache_at<bf16, kMlaCacheDim>(page, position, i)]; };
   block_norm<kKvLoraRank, kKvLatentNormLeaves>(kRmsNormEps, [&](int e) { return from[e]; },
-                                               [&](int e, float x, float inv) { to[e] = float_to_bf16(round_bf16(x * inv) * bf16_to_float(norm[e])); });
+                                               [&](int e, float x, float inv) { to(e) = float_to_bf16(round_bf16(x * inv) * bf16_to_float(norm[e])); });
   for (int e = threadIdx.x; e < kQkRopeHeadDim; e += kNormThreads)
-    to[kKvLoraRank + e] = float_to_bf16(rotated(e, position, [&](int i) { return from[kKvLoraRank + i]; }));
+    to(kKvLoraRank + e) = float_to_bf16(rotated(e, position, [&](int i) { return from[kKvLoraRank + i]; }));
 }
 
 // Of every row two blocks: its query's norm, its cache row.
@@ -86,7 +87,7 @@ K3_DEVICE MlaRows draft_rows(const Step& s, const OpArgs& op) { return {row_slot
 struct draft_mla_attend : mla_attend {
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    ::mla_attend<MlaLayout, false>({draft_rows(s, op), mla_q_absorbed(s), (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
+    ::mla_attend<MlaLayout, false>({draft_rows(s, op), mla_q_absorbed(s), mla_cache(s, op),
                                       kScoreScale * kLog2E, 1.0f, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s)},
                                      *(MlaSmem<MlaLayout>*)smem, [] {
                                        grid_wait();

@@ -90,7 +90,7 @@ struct mla_attend : StageDefaults {
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
     const size_t first = size_t(op.first_row) * kOwnNumAttentionHeads;
-    ::mla_attend<MlaLayout>({mla_rows(s, op), mla_q_absorbed(s) + first * kMlaCacheDim, (const TensorMap*)s.mla_map, op.kind_index * s.pages * kPageSize,
+    ::mla_attend<MlaLayout>({mla_rows(s, op), mla_q_absorbed(s) + first * kMlaCacheDim, mla_cache(s, op),
                              rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s), mla_next(s), mla_o_latent(s) + first * kKvLoraRank},
                             *(MlaSmem<MlaLayout>*)smem, [] {
       grid_wait();

@@ -21,8 +21,8 @@ struct mla_attend_own : StageDefaults {
     K3_DYN_SMEM(u8, smem);
     grid_wait();   // before the rows are read: their own positions are of this step
     grid_launch_next();
-    ::mla_attend<MlaOwnLayout, false>({mla_own_rows(s, op), mla_q_group(s) + size_t(op.first_row) * kGroupHeads * kMlaCacheDim, (const TensorMap*)s.mla_map,
-                                       op.kind_index * s.pages * kPageSize, rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s),
+    ::mla_attend<MlaOwnLayout, false>({mla_own_rows(s, op), mla_q_group(s) + size_t(op.first_row) * kGroupHeads * kMlaCacheDim, mla_cache(s, op),
+                                       rsqrtf(float(kMlaQkHeadDim)) * kLog2E, op.kv_scale, mla_partial(s), mla_top_sum(s),
                                        mla_next(s), nullptr}, *(MlaSmem<MlaOwnLayout>*)smem, [] {});
   }
 };

@@ -182,7 +182,7 @@ def test_requests_give_what_the_definition_says(make, overlaps):
     backend = make()
     backend.overlaps = overlaps
     check_answers(backend, requests())
-    assert {what for what, _ in backend.ran} == ({"launch"} if overlaps else {"step", "commit"})
+    assert {what for what, _ in backend.ran} == ({"launch"} if overlaps else {"step", "commit", "advance"})   # of many rows, and of few
     assert backend.counts.steps == {backend.name: sum(what != "commit" for what, _ in backend.ran)} and not backend.counts.reasons
 
 
@@ -221,6 +221,27 @@ def test_only_accepted_rows_are_committed(make):
     backend.step(rows((1, 2, [7, 8])))
     backend.commit(np.ones(2, bool))
     assert backend.tokens[1] == [3, 4, 7, 8]
+
+
+def test_rows_that_stand_are_committed_in_passing(make):
+    backend = make()
+    for slot in (0, 1):
+        backend.open_slot(slot, [slot])
+    backend.step(replace(rows((1, 0, [3] * 9)), stand=True))
+    with pytest.raises(PlanError, match="a commit of some rows"):
+        backend.commit(np.arange(9) < 8)
+    backend.commit(np.ones(9, bool))
+    for stand in (True, False):
+        backend.step(replace(rows((1, len(backend.tokens[1]), [5])), stand=stand))
+        backend.commit(np.ones(1, bool))
+    assert backend.tokens[1] == [3] * 9 + [5, 5] and [what for what, _ in backend.ran] == ["advance", "step", "commit", "step", "commit"]
+    backend.step(replace(rows((1, 11, [6])), stand=True))   # and whoever asked for it never commits
+    backend.step(rows((0, 0, [7])))
+    for refused in (lambda: backend.step(rows((0, 0, [7]), (1, 11, [6]))), lambda: backend._check.copy(1, 0)):
+        with pytest.raises(PlanError, match="slot 1: a step whose rows stand was not committed"):
+            refused()
+    backend.open_slot(1, [1])
+    backend.step(rows((1, 0, [8])))
 
 
 def test_tokens_are_kept_for_one_more_launch_and_no_longer(make):

@@ -153,8 +153,8 @@ def _buffers(plan: Plan | DraftPlan, t: Tables, rows: int, kv: str, ride: bool) 
     lines += [f"  u8* peers[{LEGAL_TP[-1]}];   // arenas of all ranks; loopback: this one, as often", "  u8* mla_work;   // partial results of the split context",
               "  u64* trace;     // 8 words a launch, where the build traces",
               "  int slots, pages, slot_pages, rank, loopback, mla_partials;", "};", "",
-              "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows. `first_row`: of a slice of the step.",
-              "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block, launch, first_row;", "  float kv_scale;", "};", ""]
+              "// One operation. `opens_block`: attn_mix takes a snapshot. `kv_scale`: of this layer's FP8 cache rows. `first_row`: of a slice of the step. `advances`: as in KdaMix.",
+              "struct OpArgs {", f"  const void* w[{packing.MAX_PACKED}];", "  int layer, kind_index, num_blocks, opens_block, launch, first_row, advances;", "  float kv_scale;", "};", ""]
     lines += [_accessor(b, offsets, t) for b in t.buffers.values()]
     lines += [f"K3_DEVICE {kind}* {n}(const Step& s) {{ return ({kind}*)(s.arena + {offsets[n]}ull); }}" for n, (kind, _) in t.work.items()]
     lines += dict.fromkeys(f"K3_DEVICE const {_weight_type(p, t)}* w_{p.name}(const OpArgs& op) {{ return (const {_weight_type(p, t)}*)op.w[{i}]; }}"

@@ -17,7 +17,8 @@ def _struct(name: str, **fields: str) -> type[ctypes.Structure]:
 _ROWS = {"row_slot": "p", "row_position": "p", "page_table": "p", "slot_pages": "i", "rows": "i"}
 # As in kda_core.cuh, mla_core.cuh, mla_combine.cuh, launch_slices.cuh and launch_step.cuh. Pointers that are said to be null are not looked at.
 KdaMix = _struct("KdaMix", row_slot="p", rows="i", heads="i", qkv="p", f_a="p", beta="p", out_gate="p", state="p", conv_state="p", f_b="p",
-                 a_log="p", dt_bias="p", q_conv="p", k_conv="p", v_conv="p", o_norm="p", k="p", v="p", decay="p", out="p", lower_bound="f", l2_eps="f", eps="f")
+                 a_log="p", dt_bias="p", q_conv="p", k_conv="p", v_conv="p", o_norm="p", k="p", v="p", decay="p", out="p", lower_bound="f", l2_eps="f", eps="f",
+                 advances="i")
 MlaAttend = _struct("MlaAttend", **_ROWS, query="p", cache="p", score_scale="f", cache_scale="f", partial="p", top_sum="p", next="p", out="p")
 MlaWrite = _struct("MlaWrite", **_ROWS, query="p", latent="p", query_norm="p", latent_norm="p", query_out="p", cache="p", cache_scale="f", eps="f")
 LaunchMix = _struct("LaunchMix", score="p", weight="p", hidden="p", blocks="p", taps="p")

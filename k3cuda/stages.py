@@ -122,7 +122,7 @@ STAGES: tuple[Stage, ...] = (
     _s("lm_head", "lm_head", "end", reads="head_in", weights="lm_head", writes="logits_part"),
     _collective("logits_exchange", "end", ("logits_part", "logits", GATHER)),
 
-    # ---- after acceptance: a launch of its own, or the start of the next step ----
+    # ---- after acceptance: a launch of its own; where all rows stand `kda_mix` does it in passing (`advances` in emit.py's OpArgs) ----
     _s("kda_commit", "kda", "commit", reads="row_slot row_accepted kda_qkv kda_k kda_v kda_decay kda_beta",
        updates="kda_state conv_state"),
 )

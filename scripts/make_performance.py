@@ -112,10 +112,12 @@ A timed step that fails one of these ends the run with code 8 and no number (`ru
 | the step computes nonsense | logits equal, byte for byte, those of the same rows run kernel by kernel, without overlap, in another bucket, from buffers full of NaN; of the widest step of up to 8 rows a layer of every kind, both ends and the commit are compared with the NumPy reference, operation by operation; in every further context, the layers that look at it |
 | stale data looks fresh | a step of other tokens runs first and leaves its values in every exchange buffer |
 | replays differ | states are put back before each replay; the last one's logits and experts equal the first's |
+| a step that advances states itself leaves others | all states and conv windows equal those of step and commit, byte for byte |
 
 The floor is the bytes that any step must read, over the ceiling: weights and chosen experts once, every KDA state once, the caches of all
-contexts. Our own commit reads the states again; that is counted as a cost, not as floor. Collectives are looped back, so times leave out
-what crosses GPUs. ms are medians of 20 replays of step and commit as CUDA graphs.
+contexts. A commit reads the states again; that is counted as a cost, not as floor. Collectives are looped back, so times leave out what crosses GPUs.
+ms are medians of 20 replays, as CUDA graphs, of step and commit; of more than 8 rows, one a sequence, as a launch has it: all rows stand, and the step advances
+states itself.
 """
 
 

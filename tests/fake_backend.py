@@ -139,6 +139,7 @@ class FakeBackend:
         self._call()
         hold(self.rows is not None, "commit without a step")
         hold(accepted.dtype == bool and accepted.shape == (len(self.rows),), "accepted is no bool [n]")
+        hold(accepted.all() or not self.rows.stand, "rows that stand were not accepted")
         for slot, pending in self.pending.items():
             mine = accepted[self.rows.slots == slot]
             hold(not np.any(np.diff(mine.astype(int)) > 0), "accepted rows are no prefix")

@@ -159,6 +159,31 @@ def test_weights_that_do_not_fit_are_no_matter_of_host_memory(monkeypatch):
             StepBench(headdims().cfg, 4, 2, "bf16")
 
 
+@pytest.mark.parametrize("wrong", [None, "kda_state", "conv_state", "logits"])
+def test_a_step_that_advances_must_leave_what_a_commit_leaves(wrong):
+    session = {"kda_state": np.zeros((2, 3, 4), np.float32).view(OnDevice), "conv_state": np.zeros((2, 3, 4), np.uint16).view(OnDevice)}
+    out, ran = {"logits": np.zeros((3, 2), np.float32)}, []
+
+    def replay(part, bucket):
+        ran.append((part, bucket))
+        for name in session if part != "step" else ():
+            session[name] += 1
+            session[name][1, 2, 3] += part == "advance" and wrong == name
+        out["logits"][2] = part == "advance" and wrong == "logits"
+
+    def restore():
+        for array in session.values():
+            array[:] = 0
+    bench = SimpleNamespace(rows=3, backend=SimpleNamespace(replay=replay, stream=SimpleNamespace(synchronize=lambda: None)), memory=SimpleNamespace(session=session),
+                            restore=restore, outputs=lambda: {n: a.copy() for n, a in out.items()})
+    if wrong:
+        with pytest.raises(BenchmarkError, match=rf"a step that advances.*{'logits' if wrong == 'logits' else 'state'} of rows \[2\]"):
+            checks.check_advance(bench, bench.outputs())
+    else:
+        checks.check_advance(bench, bench.outputs())
+        assert ran == [("step", 4), ("commit", 4), ("advance", 4)] and not session["kda_state"].any()
+
+
 # ---- stages ----
 
 class ToyStep:
@@ -194,7 +219,7 @@ def test_stages_find_what_a_step_leaves_and_are_judged_by_the_experts_they_read(
     be = ToyStep(released, rows=3)
     bench = object.__new__(StepBench)   # nothing of a device
     bench.backend, bench.cfg, bench.kv_cache_dtype, bench._states, bench.ceiling = be, released.cfg, "fp8_e4m3", {}, 1e30
-    bench.rows, bench.sequences, bench.context = 3, 3, 1
+    bench.rows, bench.sequences, bench.context, bench.parts = 3, 3, 1, ("step", "commit")
     bench.memory = SimpleNamespace(buffer={"expert_ids": be.ids.view(OnDevice)}.get)
     read = []
 

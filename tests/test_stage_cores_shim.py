@@ -63,6 +63,8 @@ def test_kda(build, monkeypatch):
     gpu_kda.test_a_step_of_many_rows_gives_the_same_bytes(cores, 1, 55, 3)
     gpu_kda.test_a_step_of_many_rows_gives_the_same_bytes(cores, 1, 32, 22)
     gpu_kda.test_commit_bytes_do_not_depend_on_launch(cores, (2, 2), 2)
+    gpu_kda.test_a_middle_of_many_rows_that_advances_leaves_what_a_commit_would(cores, 1, 55, 3, False)
+    gpu_kda.test_a_middle_of_many_rows_that_advances_leaves_what_a_commit_would(cores, 1, 32, 22, True)
 
 
 @pytest.mark.parametrize("shape", [s for s in gpu_norm.SHAPES if s[4] == 1])

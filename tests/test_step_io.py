@@ -182,7 +182,7 @@ def test_requests_give_what_the_definition_says(make, overlaps):
     backend = make()
     backend.overlaps = overlaps
     check_answers(backend, requests())
-    assert {what for what, _ in backend.ran} == ({"launch"} if overlaps else {"step", "commit"})
+    assert {what for what, _ in backend.ran} == ({"launch"} if overlaps else {"step", "commit", "advance"})   # of many rows, and of few
     assert backend.counts.steps == {backend.name: sum(what != "commit" for what, _ in backend.ran)} and not backend.counts.reasons
 
 
@@ -221,6 +221,27 @@ def test_only_accepted_rows_are_committed(make):
     backend.step(rows((1, 2, [7, 8])))
     backend.commit(np.ones(2, bool))
     assert backend.tokens[1] == [3, 4, 7, 8]
+
+
+def test_rows_that_stand_are_committed_in_passing(make):
+    backend = make()
+    for slot in (0, 1):
+        backend.open_slot(slot, [slot])
+    backend.step(replace(rows((1, 0, [3] * 9)), stand=True))
+    with pytest.raises(PlanError, match="a commit of some rows"):
+        backend.commit(np.arange(9) < 8)
+    backend.commit(np.ones(9, bool))
+    for stand in (True, False):
+        backend.step(replace(rows((1, len(backend.tokens[1]), [5])), stand=stand))
+        backend.commit(np.ones(1, bool))
+    assert backend.tokens[1] == [3] * 9 + [5, 5] and [what for what, _ in backend.ran] == ["advance", "step", "commit", "step", "commit"]
+    backend.step(replace(rows((1, 11, [6])), stand=True))   # and whoever asked for it never commits
+    backend.step(rows((0, 0, [7])))
+    for refused in (lambda: backend.step(rows((0, 0, [7]), (1, 11, [6]))), lambda: backend._check.copy(1, 0)):
+        with pytest.raises(PlanError, match="slot 1: a step whose rows stand was not committed"):
+            refused()
+    backend.open_slot(1, [1])
+    backend.step(rows((1, 0, [8])))
 
 
 def test_tokens_are_kept_for_one_more_launch_and_no_longer(make):
@@ -269,7 +290,7 @@ def test_inputs_stand_where_an_arena_begins():
 
 
 def test_what_a_launch_is_made_of(make, monkeypatch):
-    """Load, every operation of the step, the commit, the draw: in this order, each allowed to begin under the one before it but the first."""
+    """Load, every operation of a step that advances, the draw: in this order, each allowed to begin under the one before it but the first."""
     backend = make()
     cfg = made_config(vocab_size=VOCAB)
     backend.plan, backend.ride, backend.probes, backend.trace, backend._raw_stream, backend._steps = build_plan(cfg, 2), True, NO_PROBES, None, 0, ["a", "b"]
@@ -286,13 +307,19 @@ def test_what_a_launch_is_made_of(make, monkeypatch):
     monkeypatch.setattr(backend._io, "load_launch", lambda half: made.append(half) or "load")
     monkeypatch.setattr(backend._io, "sample_launch", lambda half, rows, dependent: ("sample", half, rows, dependent))
     half = backend._io._halves[1]
-    groups = backend._whole(4, half)
-    assert groups[0] == (None, ["load"]) and groups[-1] == (None, [("sample", half, 4, True)]) and made == [half]
-    step, (commit_op, commit) = groups[1:-2], groups[-2]
-    assert [op for op, _ in step] == [op for op in backend.plan.ops if not op.stage.moves] and commit_op.stage.name == "kda_commit"
-    assert all(launch.dependent for _, group in (*step, (commit_op, commit)) for launch in group)
-    assert [launch.step for launch in commit] == ["a", "b"] and [launch.args.launch for _, group in step for launch in group] == list(range(sum(len(g) for _, g in step)))
+    groups = backend._whole(16, half)
+    assert groups[0] == (None, ["load"]) and groups[-1] == (None, [("sample", half, 16, True)]) and made == [half]
+    step = groups[1:-1]
+    assert [op for op, _ in step if op.stage.name != "attn_exchange"] == [op for op in backend.plan.ops if not op.stage.moves]
+    assert all(launch.dependent and launch.args.advances for _, group in step for launch in group)
+    assert [launch.args.launch for _, group in step for launch in group] == list(range(sum(len(g) for _, g in step)))
     alone = backend.launches("step", 4)
-    assert [launch.dependent for _, group in alone for launch in group][:2] == [False, True]
+    assert [launch.dependent for _, group in alone for launch in group][:2] == [False, True] and not any(launch.args.advances for _, group in alone for launch in group)
+    (op, commit), = backend.launches("commit", 4)
+    assert op.stage.name == "kda_commit" and [launch.step for launch in commit] == ["a", "b"]
+    few = backend._whole(8, half)   # of few rows the commit
+    assert [op for op, _ in few[1:-1]] == [*(op for op, _ in step), op] and all(launch.dependent and not launch.args.advances for _, group in few[1:-1] for launch in group)
+    monkeypatch.setattr(backend, "_single", lambda bucket: [(None, ["single"])])
+    assert [op and op.stage.name for op, _ in backend._whole(4, half, single=True)] == [None, None, "kda_commit", None]
     backend._io.no_sampler = "why"
     assert backend._whole(4, half)[-1] == (None, [])

@@ -62,18 +62,8 @@ K3_DEVICE void kda_commit_sequence(const KdaCommit& a, KdaCommitSmem<S>& m, int 
   }
   if (!accepted) return;
   if (holder) state.store(state_at);
-  for (int i = tid; i < 3 * S::kSlice; i += S::kThreads) {
-    int which = i / S::kSlice, c = head * S::kDim + part * S::kSlice + i % S::kSlice;
-    bf16* window = a.conv_state + ((size_t(layer) * a.slots + slot) * 3 + which) * S::kHistory * channels + c;
-    bf16 moved[S::kHistory];
-    K3_UNROLL
-    for (int j = 0; j < S::kHistory; ++j) {
-      if (accepted + j < S::kHistory) moved[j] = window[(accepted + j) * channels];
-      else moved[j] = a.qkv[((row0 + last[j]) * 3 + which) * channels + c];
-    }
-    K3_UNROLL
-    for (int j = 0; j < S::kHistory; ++j) window[j * channels] = moved[j];
-  }
+  kda_move_window<S>(a.conv_state + (size_t(layer) * a.slots + slot) * 3 * S::kHistory * channels, a.qkv + row0 * 3 * channels, channels,
+                     head * S::kDim + part * S::kSlice, accepted, [&](int j) { return last[j]; });
 }
 
 // Sequences `lane`, lane + lanes, ... of the step, counted by their first row.

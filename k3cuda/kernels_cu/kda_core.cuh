@@ -17,8 +17,8 @@ struct KdaMix {
   const bf16* f_a;                              // [rows][dim]
   const float* beta;                            // [rows][heads]
   const float* out_gate;                        // [rows][heads dim], before the sigmoid
-  const float* state;                           // [slots][heads][key][value]
-  const bf16* conv_state;                       // [slots][3][history][heads dim], oldest first
+  float* state;                                 // [slots][heads][key][value]
+  bf16* conv_state;                             // [slots][3][history][heads dim], oldest first
   const bf16* f_b;                              // [heads dim][dim]
   const float *a_log, *dt_bias;                 // [heads], [heads dim]
   const float *q_conv, *k_conv, *v_conv;        // [heads dim][width], newest input on the last tap
@@ -26,6 +26,7 @@ struct KdaMix {
   float *k, *v, *decay;                         // records [rows][heads dim]
   bf16* out;                                    // [rows][heads dim]
   float lower_bound, l2_eps, eps;
+  int advances;                                 // every row stands: state and window are left behind the rows, and no commit follows
 };
 
 template <class S>

@@ -141,6 +141,15 @@ struct KdaState {
 
 constexpr int kStepRows = 1024;                 // of a step at most
 
+// Of a set that is not empty. Bits one by one cost a microsecond of a step's kernel.
+K3_DEVICE int lowest_bit(u64 set) {
+#ifdef K3_HOST_SHIM
+  return __builtin_ctzll(set);
+#else
+  return __ffsll((long long)set) - 1;
+#endif
+}
+
 // Calls work(first row, slot) for the sequences `lane`, lane + lanes, ... of a step, counted by their first row. The whole block.
 template <class Work>
 K3_DEVICE void kda_each_sequence(const int* row_slot, int rows, int lane, int lanes, Work&& work) {
@@ -150,12 +159,27 @@ K3_DEVICE void kda_each_sequence(const int* row_slot, int rows, int lane, int la
     int slot = r < rows ? row_slot[r] : -1;
     u32 starts = __ballot_sync(kFullWarp, slot >= 0 && (r == 0 || row_slot[r - 1] != slot));
     while (starts) {
-      int bit = 0;
-      while (!(starts >> bit & 1)) ++bit;
+      const int bit = lowest_bit(starts);
       starts &= starts - 1;
       int its = __shfl_sync(kFullWarp, slot, bit);
       if (sequence++ % lanes == lane) work(base + bit, its);
     }
+  }
+}
+
+// The conv window of one layer and sequence moved on over `taken` rows, in this slice's channels from `channel` on. row_of(j): the row of qkv whose inputs
+// become entry j, asked only where they do. The whole block.
+template <class S, class RowOf>
+K3_DEVICE void kda_move_window(bf16* conv_state, const bf16* qkv, int channels, int channel, int taken, RowOf&& row_of) {
+  for (int i = threadIdx.x; i < 3 * S::kSlice; i += S::kThreads) {
+    const int which = i / S::kSlice, c = channel + i % S::kSlice;
+    bf16* window = conv_state + size_t(which) * S::kHistory * channels + c;
+    bf16 moved[S::kHistory];
+    K3_UNROLL
+    for (int j = 0; j < S::kHistory; ++j)
+      moved[j] = taken + j < S::kHistory ? window[(taken + j) * channels] : qkv[(size_t(row_of(j)) * 3 + which) * channels + c];
+    K3_UNROLL
+    for (int j = 0; j < S::kHistory; ++j) window[j * channels] = moved[j];
   }
 }
 
@@ -164,8 +188,6 @@ K3_DEVICE int kda_sequence_rows(const int* row_slot, int rows, int first, int sl
   for (int n = 0;; n += kWarpSize) {
     int r = first + n + lane_id();
     u32 same = __ballot_sync(kFullWarp, r < rows && row_slot[r < rows ? r : first] == slot);
-    if (same == kFullWarp) continue;
-    while (same >> n % kWarpSize & 1) ++n;
-    return n;
+    if (same != kFullWarp) return n + lowest_bit(~same);
   }
 }

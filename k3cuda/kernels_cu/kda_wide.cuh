@@ -23,8 +23,9 @@ struct KdaGatesSmem {
   bf16 before[S::kBatch][S::kHistory][S::kChannels];   // the conv's inputs before each row, oldest first
 };
 
-// The conv's inputs before n rows from `first` on, of whatever sequences; bit r of `live`: row r is no padding.
-template <class S>
+// The conv's inputs before n rows from `first` on, of whatever sequences; bit r of `live`: row r is no padding. Of them what comes from windows,
+// what from rows of the step, or both.
+template <class S, bool kWindows = true, bool kRows = true>
 K3_DEVICE void kda_before(const KdaMix& a, KdaGatesSmem<S>& g, int head, int first, int n, u32 live) {
   const int channels = a.heads * S::kDim;
   for (int i = threadIdx.x; i < n * S::kHistory * S::kConvVectors; i += S::kThreads) {
@@ -33,6 +34,7 @@ K3_DEVICE void kda_before(const KdaMix& a, KdaGatesSmem<S>& g, int head, int fir
     const int slot = a.row_slot[row];
     int own = 0;                                // rows of the sequence before this one in the step, so far as the conv reaches
     while (own < S::kHistory && row > own && a.row_slot[row - own - 1] == slot) ++own;
+    if (!(j + own < S::kHistory ? kWindows : kRows)) continue;
     const bf16* from = j + own < S::kHistory
         ? a.conv_state + (size_t(slot) * 3 * S::kHistory + own + j) * channels + kda_vector_at<S>(v, channels * S::kHistory, head, 0)
         : a.qkv + size_t(row - S::kHistory + j) * 3 * channels + kda_vector_at<S>(v, channels, head, 0);
@@ -142,7 +144,8 @@ K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S, kRu
       for (int i = 0; i < kSlots; ++i) bring(runs + i);
     for (int i = tid; i < length; i += S::kThreads) m.beta[i] = a.beta[size_t(first + i) * a.heads + head];
     KdaState<S> state;
-    state.load(a.state + (size_t(slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice);
+    float* state_at = a.state + (size_t(slot) * a.heads + head) * S::kDim * S::kDim + part * S::kSlice;
+    state.load(state_at);
     float* out = work.o + size_t(first) * channels + head * S::kDim + part * S::kSlice;
     float o[S::kCols] = {};
     __syncthreads();
@@ -173,6 +176,11 @@ K3_DEVICE void kda_scan(const KdaMix& a, const KdaWork& work, KdaScanSmem<S, kRu
     }
     state.template fold<false>(o, o);
     state.put(o, out + size_t(length - 1) * channels);
+    if (a.advances) {                           // kda_gates, which reads windows, is done
+      state.store(state_at);
+      kda_move_window<S>(a.conv_state + size_t(slot) * 3 * S::kHistory * channels, a.qkv, channels, head * S::kDim + part * S::kSlice, length,
+                         [&](int j) { return first + length - S::kHistory + j; });
+    }
     runs = end;
   });
 }

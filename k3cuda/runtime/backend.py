@@ -31,6 +31,7 @@ class StepRows:
     slots: np.ndarray        # int32 [n]
     positions: np.ndarray    # int32 [n], absolute
     logit_rows: np.ndarray   # int32 [m], rows whose logits are wanted, rising; at most DECODE_ROWS
+    stand: bool = False      # `commit` will take every row, whatever the step brings: then states may advance in passing
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -138,7 +139,8 @@ class Backend(Protocol):
     def step(self, rows: StepRows) -> None:
         """Runs the target on `rows`. MLA cache rows are written; KDA state and conv window are not advanced.
 
-        A second step on a slot without `commit` between them starts again from the committed state.
+        A second step on a slot without `commit` between them starts again from the committed state. Where `rows.stand` says that all will
+        be committed there is none: until its commit the slot holds nothing that could be used or copied, and if none comes it must be opened again.
         """
 
     def logits(self) -> np.ndarray:
@@ -176,7 +178,7 @@ class Backend(Protocol):
     def commit(self, accepted: np.ndarray) -> None:
         """Advances KDA state and conv window, and the draft model's context, over the rows of the last step where `accepted` (bool [n]) is true.
 
-        The accepted rows of a slot are a prefix of its rows. Call it at most once a step.
+        The accepted rows of a slot are a prefix of its rows, all of them in a step whose rows stand. Call it at most once a step.
         """
 
     def launch(self, rows: StepRows, draws: Sequence[Draw]) -> Pending:

@@ -59,7 +59,7 @@ class CudaBackend(StepGraphs):
     """
 
     name, overlaps, drafting, draft, launch_peers = STANDARD, True, None, None, None   # name: of the decode backend that was asked for
-    most_rows, device_index = MAX_ROWS, 0   # of a step; of the GPUs that are visible
+    most_rows, device_index, _advanced = MAX_ROWS, 0, False   # of a step; of the GPUs that are visible; whether the last step left states behind its rows
 
     def __init__(self, source, tp: int = 1, *, only_rank: int | None = None, max_batch: int = 8, max_model_len: int | None = None,
                  kv_cache_dtype: str = "auto", memory_utilization: float = MEMORY_UTILIZATION, memory_limit: int | None = None, ride: bool = True, dcp: int = 1,
@@ -115,12 +115,10 @@ class CudaBackend(StepGraphs):
         self._steps = [m.step_struct(r, self.memories, self.ranks == LOOPBACK) for m, r in zip(self.memories, self._owned)]
         self.trace = TraceMemory(self._steps, self.plan) if self.probes.trace else None
         self._page_tables = PageTables(self.memories)
-        draft_ids = 0
         if self.draft:
             self.draft.bind(self.memories)
             self._accept = CudaAccept(self.draft, self.drafting, self.memories[0], self.device, self.stream, self.counts.reasons)
-            draft_ids = self.draft.memories[0].buffer("draft_ids").data.ptr
-        self._io = StepIO(self.memories, self.device.arch, self.stream, draft_ids)
+        self._io = StepIO(self.memories, self.device.arch, self.stream, self.draft.memories[0].buffer("draft_ids").data.ptr if self.draft else 0)
         self._check = RowCheck(self.num_slots, self.max_model_len, self.max_rows)
         if self.name == LATENCY_SPECIALIZED:
             self.step_launches = StepLaunches(self.plan, self.memories, self.device, self._raw_stream, self.kv_cache_dtype, self.ranks, self.probes, self._loading, self.launch_peers)
@@ -184,7 +182,8 @@ class CudaBackend(StepGraphs):
             if reason := self.step_launches.declines(bucket):
                 self.counts.reasons[reason] += 1
             single = not reason
-        self.replay(what, bucket, half, single)
+        self._advanced = what == "step" and rows.stand and self.advances(bucket) and not single
+        self.replay("advance" if self._advanced else what, bucket, half, single)
         self.counts.steps[LATENCY_SPECIALIZED if single else STANDARD] += 1
 
     @explained()
@@ -231,7 +230,8 @@ class CudaBackend(StepGraphs):
         self._check.commit(accepted)
         if not accepted.all():   # `step` takes all of them for accepted
             self.write(row_accepted=accepted)
-        self.replay("commit", bucket_of(len(accepted)))
+        if not self._advanced:
+            self.replay("commit", bucket_of(len(accepted)))
         if self.draft:
             self.draft.commit(self._check.rows, accepted)
 

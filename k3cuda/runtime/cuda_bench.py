@@ -21,7 +21,7 @@ from ..errors import BenchmarkError, CompileError, OutOfMemory, PlanError
 from ..launch_trace import LaunchTrace
 from ..plan import Op, build_plan
 from .cuda_backend import CudaBackend
-from .cuda_bench_checks import check_experts, check_step, check_time, other_bucket, same_step
+from .cuda_bench_checks import STATES, check_experts, check_step, check_time, other_bucket, same_step
 from .cuda_compare import launch_groups
 from .cuda_driver import explained, open_device
 from .cuda_kernels import bucket_of, compile_bucket, side_by_side
@@ -37,7 +37,6 @@ log = logging.getLogger("k3cuda")
 
 CEILING_BYTES = 2 << 30
 L2_BYTES = 128 << 20   # what fits twice into an L2 cache, or nearly so, may be read from there
-STATES = ("kda_state", "conv_state")
 WARM, REPEATS = 3, 20
 
 
@@ -51,6 +50,7 @@ class StepBench:
 
     Attributes:
         single: whether the placed step is one launch. declined: why it is not, though that was asked for.
+        parts: of the placed step, to be replayed one behind the other: step and commit, or one in which all rows stand, as a sequence's only row does.
     Raises OutOfMemory: the weights do not fit.
     """
 
@@ -132,6 +132,7 @@ class StepBench:
         self.rows, self.sequences, self.rows_each, self.context = n, sequences, rows_each, context
         self.declined = self.backend.step_launches.declines(bucket_of(n)) if self.specialized else None
         self.single = self.specialized and not self.declined
+        self.parts = ("advance",) if rows_each == 1 and self.backend.advances(bucket_of(n)) and not self.single else ("step", "commit")
         self.backend.write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
                             row_position=np.tile(np.arange(first, context), sequences), logit_rows=np.arange(n)[-DECODE_ROWS:], row_accepted=np.ones(n))
 
@@ -171,7 +172,7 @@ class StepBench:
         Raises BenchmarkError: a stage reads faster than the memory can, though not from a cache.
         """
         bucket, groups = bucket_of(self.rows), {}
-        for ops, launches in [*launch_groups(self.backend, "step", bucket), *launch_groups(self.backend, "commit", bucket)]:
+        for ops, launches in [group for part in self.parts for group in launch_groups(self.backend, part, bucket)]:
             if not names or ops[0].stage.name in names:
                 members = groups.setdefault(ops[0].stage.name, ([], []))
                 members[0].extend(ops)
@@ -241,4 +242,4 @@ class StepBench:
     def _timed_step(self, bucket: int) -> float:
         self.restore()
         be = self.backend
-        return self.timer.once(lambda: (be.replay("step", bucket, single=self.single), be.replay("commit", bucket)))
+        return self.timer.once(lambda: [be.replay(part, bucket, single=self.single and part == "step") for part in self.parts])

@@ -14,6 +14,7 @@ from .cuda_compare import Compare, launch_groups
 from .cuda_kernels import bucket_of
 
 WAY_OUT = "this is a bug: report the command"
+STATES = ("kda_state", "conv_state")
 RECORDS = tuple(b.name for b in BUFFERS if b.life == "record" and b.is_layered)
 SPREAD = 1e-3   # standard deviation that logits of a step have at least, were they made from random weights
 
@@ -78,6 +79,9 @@ def check_step(bench, walk: bool) -> dict:
     same_step(bench.replay(), want, "behind a step of other tokens, whose values lie in every exchange buffer")
 
     found = {"finite": True, "same_bytes_in_bucket": bucket, "same_bytes_rows": rows, "stale_exchange_buffers": True}
+    if bench.parts == ("advance",):
+        check_advance(bench, want)
+        found["same_states_as_commit"] = True
     if single:   # behind it no buffer of a stage has been written
         return found | {"same_bytes_left": sorted(kept)}
     if bench.tp > 1:
@@ -86,6 +90,24 @@ def check_step(bench, walk: bool) -> dict:
         if walk:
             found["part_of_allowed_error"] = check_layers(bench)
     return found
+
+
+def check_advance(bench, want: dict) -> None:
+    """A step all of whose rows stand gives what one with a commit behind it gives, and leaves the same states."""
+    def states() -> list[np.ndarray]:   # a layer at a time: of many sequences they are larger than what else is copied
+        bench.backend.stream.synchronize()
+        return [layer.get().reshape(len(layer), -1).view(np.uint32) for name in STATES for layer in bench.memory.session[name]]
+
+    bucket = bucket_of(bench.rows)
+    for part in ("step", "commit"):
+        bench.backend.replay(part, bucket)
+    committed = states()
+    bench.restore()
+    bench.backend.replay("advance", bucket)
+    same_step(bench.outputs(), want, "a step that advances")
+    for i, (got, wanted) in enumerate(zip(states(), committed, strict=True)):
+        same_step({"state": got}, {"state": wanted}, f"a step that advances, array {i} of KDA states and windows by layer")
+    bench.restore()
 
 
 def poison(bench) -> None:

@@ -11,6 +11,8 @@ from .cuda_step_io import Half, StepIO
 from .cuda_trace import TraceMemory
 from .loading import Loading
 
+FEW_ROWS = 8   # of a step whose kernels have a cluster a row and head: there the commit costs less (docs/kernels.md)
+
 
 class StepGraphs:
     """The launches of a backend, which sets the rest of what they are made from.
@@ -45,18 +47,24 @@ class StepGraphs:
             self._kernels[bucket] = BucketKernels(self.plan, bucket, compiled, self.ride)
         return self._kernels[bucket]
 
-    def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False) -> list[tuple[Op, list[Launch]]]:
-        """(operation, its launches) of a step or a commit in order, rank after rank for each kernel; each may begin under the one before it.
+    @staticmethod
+    def advances(bucket: int) -> bool:
+        """Whether the middle of KDA of such a step can leave states and windows behind its rows, in the place of a commit that would read the states again."""
+        return bucket > FEW_ROWS
 
-        The launch of a commit is for every layer. `follows`: another launch stands before the first of them.
+    def launches(self, what: str, bucket: int, overlap: bool = True, follows: bool = False) -> list[tuple[Op, list[Launch]]]:
+        """(operation, its launches) of a "step" or a "commit" in order, rank after rank for each kernel; each may begin under the one before it.
+
+        The launch of a commit is for every layer. "advance": a step all of whose rows stand, with its commit, where it `advances`. `follows`: another
+        launch stands before the first of them.
         """
         kernels, out, count = self.kernels(bucket), [], 0
-        for op in self.plan.ops if what == "step" else self.plan.commit[:1]:
+        for op in self.plan.commit[:1] if what == "commit" else self.plan.ops:
             group = []
             for name, first_row in launches_of(op.stage, self.plan, bucket, self.ride):
                 for memory, step in zip(self.memories, self._steps if name in kernels.shapes else ()):
                     args = memory.op_struct(op, first_row)
-                    args.launch = count
+                    args.launch, args.advances = count, int(what == "advance")
                     group.append(kernels.launch(name, step, args, self._raw_stream, dependent=overlap and (follows or count > 0)))
                     count += 1
             if group:
@@ -70,11 +78,12 @@ class StepGraphs:
     def _whole(self, bucket: int, half: Half, single: bool = False) -> list[tuple[Op | None, list[Launch]]]:
         """Load, step, commit and draw; what stands around a step is no operation."""
         draw = [] if self._io.no_sampler else [self._io.sample_launch(half, min(bucket, self._io.head_rows), dependent=True)]
-        step = self._single(bucket) if single else self.launches("step", bucket, follows=True)
-        return [(None, [self._io.load_launch(half)]), *step, *self.launches("commit", bucket, follows=not single), (None, draw)]
+        parts = ("advance",) if not single and self.advances(bucket) else ("step", "commit")
+        made = [self._single(bucket) if single and part == "step" else self.launches(part, bucket, follows=not single) for part in parts]
+        return [(None, [self._io.load_launch(half)]), *(group for part in made for group in part), (None, draw)]
 
     def graph(self, what: str, bucket: int, half: Half | None = None, single: bool = False):
-        """(graph, what is in it) of a "step", a "commit", or a whole "launch" whose inputs and answers lie in `half`; captured at its first use.
+        """(graph, what is in it) of what `launches` gives, or of a whole "launch" whose inputs and answers lie in `half`; captured at its first use.
 
         `single`: the step is one launch, else stage by stage.
         """

@@ -33,7 +33,7 @@ class OpStruct(ctypes.Structure):
     """`struct OpArgs` of emit.py."""
 
     _fields_ = [("w", ctypes.c_void_p * MAX_PACKED), ("layer", ctypes.c_int), ("kind_index", ctypes.c_int), ("num_blocks", ctypes.c_int),
-                ("opens_block", ctypes.c_int), ("launch", ctypes.c_int), ("first_row", ctypes.c_int), ("kv_scale", ctypes.c_float)]
+                ("opens_block", ctypes.c_int), ("launch", ctypes.c_int), ("first_row", ctypes.c_int), ("advances", ctypes.c_int), ("kv_scale", ctypes.c_float)]
 
 
 def fitting_length(plan: Plan, slots: int, kv_cache_dtype: str, asked: int | None, ranks: int, utilization: float, limit: int | None,

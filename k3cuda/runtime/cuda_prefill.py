@@ -48,7 +48,7 @@ def _run(bench: StepBench, ids: np.ndarray, sizes: Iterable[int]) -> None:
     be, done = bench.backend, 0
     for n in sizes:
         last = [n - 1] if done + n == len(ids) else []
-        be.step(StepRows(ids[done:done + n], np.zeros(n, np.int32), np.arange(done, done + n, dtype=np.int32), np.array(last, np.int32)))
+        be.step(StepRows(ids[done:done + n], np.zeros(n, np.int32), np.arange(done, done + n, dtype=np.int32), np.array(last, np.int32), stand=True))
         be.commit(np.ones(n, bool))
         done += n
 

@@ -186,14 +186,15 @@ class Engine:
             return
         if self._speculator:
             work = self._speculator.propose(work)
-        self.backend.step(step_rows(work))
+        stand = not self._speculator   # what stops or fails ends with its slot, and its row may stand
+        self.backend.step(step_rows(work, stand))
         judged = iter(self._judge(work))
         verdicts = [next(judged) if w.num_logits else Judged(0, ()) for w in work]
         now = self._clock()
         # Stop rules come before the commit: the state ends where the answer does.
         taken = [_take_over(w.sequence, v.drawn, now) for w, v in zip(work, verdicts)]
         rows = [kept_rows(w, len(t.drawn), v.drawn) for w, v, t in zip(work, verdicts, taken)]
-        self.backend.commit(np.concatenate([np.arange(w.count) < n for w, n in zip(work, rows)]))
+        self.backend.commit(np.concatenate([np.arange(w.count) < n for w, n in zip(work, rows)]) | stand)
         for w, v, t, n in zip(work, verdicts, taken, rows):
             w.sequence.committed += n
             if w.num_drafts:

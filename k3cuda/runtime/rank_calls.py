@@ -13,7 +13,7 @@ _LAW = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency
 
 
 def _rows(rows: StepRows) -> dict:
-    return {name: getattr(rows, name).tolist() for name in _ROWS}
+    return {name: getattr(rows, name).tolist() for name in _ROWS} | {"stand": rows.stand}
 
 
 def _draw(draw: Draw) -> dict:
@@ -46,7 +46,7 @@ ENCODE = {
 DECODE = {
     "open_slot": lambda slot, pages: (slot, pages),
     "copy_slot": lambda source, target, pages: (source, target, pages),
-    "step": lambda rows: (StepRows(**{name: np.array(rows[name], np.int32) for name in _ROWS}),),
+    "step": lambda rows: (StepRows(*(np.array(rows[name], np.int32) for name in _ROWS), rows["stand"]),),
     "sample": lambda draws: ([_drawn_from(d) for d in draws],),
     "commit": lambda accepted: (np.array(accepted, bool),),
     "propose": lambda asks: ([DraftAsk(**a) for a in asks],),

@@ -33,6 +33,7 @@ class RowCheck:
         self._sampled = np.full(num_slots, -1)   # position of the token last drawn for a slot since it was opened; -1: none
         self.rows: StepRows | None = None
         self._committed = True
+        self._torn = set()   # slots of steps whose rows stand, until their commit
         self._drafted = frozenset()
 
     def drafted(self, ids) -> None:
@@ -41,10 +42,13 @@ class RowCheck:
 
     def open(self, slot: int) -> None:
         self._lengths[slot], self._sampled[slot] = 0, -1
+        self._torn.discard(slot)
 
     def copy(self, source: int, target: int) -> int:
         """`target` has as many tokens as `source` from now on: how many."""
+        self._sound({source})
         self._lengths[target], self._sampled[target] = self._lengths[source], -1
+        self._torn.discard(target)
         return int(self._lengths[source])
 
     def step(self, rows: StepRows) -> None:
@@ -72,6 +76,8 @@ class RowCheck:
             raise PlanError(f"slot {slots[r]}: no token was drawn for position {rows.positions[r]}")
         if unknown := set(rows.token_ids[rows.token_ids <= AS_DRAFTED].tolist()) - self._drafted:
             raise PlanError(f"token id {max(unknown)} stands for no draft of the last proposal")
+        self._sound(set(slots.tolist()))
+        self._torn |= set(slots.tolist()) if rows.stand else set()
         self.rows, self._committed = rows, False
 
     def draws(self, count: int) -> list[int]:
@@ -93,5 +99,12 @@ class RowCheck:
         """Raises PlanError if there is no step to commit, or it is committed already."""
         if self.rows is None or self._committed:
             raise PlanError("commit without a step before it")
+        if self.rows.stand and not accepted.all():
+            raise PlanError("a commit of some rows of a step, wanted all: it said that they stand")
+        self._torn -= set(self.rows.slots.tolist())
         np.add.at(self._lengths, self.rows.slots[accepted], 1)
         self._committed = True
+
+    def _sound(self, slots: set[int]) -> None:
+        if torn := slots & self._torn:
+            raise PlanError(f"slot {min(torn)}: a step whose rows stand was not committed, wanted a slot opened again")

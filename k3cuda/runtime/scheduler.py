@@ -223,8 +223,8 @@ class Scheduler:
         return work
 
 
-def step_rows(work: list[Work]) -> StepRows:
-    """The rows of `work`, sequence after sequence."""
+def step_rows(work: list[Work], stand: bool = False) -> StepRows:
+    """The rows of `work`, sequence after sequence. `stand`: as StepRows."""
     token_ids, slots, positions, logit_rows = [], [], [], []
     for w in work:
         start, end = w.sequence.committed, w.sequence.committed + w.count
@@ -235,4 +235,4 @@ def step_rows(work: list[Work]) -> StepRows:
         slots += [w.sequence.slot] * w.count
         positions += range(start, end)
         logit_rows += range(len(token_ids) - w.num_logits, len(token_ids))
-    return StepRows(*(np.array(x, np.int32) for x in (token_ids, slots, positions, logit_rows)))
+    return StepRows(*(np.array(x, np.int32) for x in (token_ids, slots, positions, logit_rows)), stand)

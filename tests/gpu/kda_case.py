@@ -29,7 +29,7 @@ class Kda:
     """`layers` layers on the device; weights differ by layer, inputs are given a step at a time."""
 
     def __init__(self, cores, heads, slots, record_rows, layers=1, seed=0):
-        self.cores, self.heads, self.slots, self.record_rows, self.layers = cores, heads, slots, record_rows, layers
+        self.cores, self.heads, self.slots, self.record_rows, self.layers, self.advances = cores, heads, slots, record_rows, layers, 0
         g, c = np.random.default_rng(seed), heads * D
 
         def f32(*shape, scale=1.0, shift=0.0):
@@ -81,7 +81,7 @@ class Kda:
         args = fill(KdaMix, row_slot=up(np.asarray(row_slot, np.int32)), rows=rows, heads=self.heads, qkv=self.qkv[layer], f_a=up(x["f_a"]),
                     beta=self.beta[layer], out_gate=up(x["out_gate"]), state=self.state[layer], conv_state=self.conv[layer],
                     **{k: v[layer] for k, v in self.dw.items()}, k=self.k[layer], v=self.v[layer], decay=self.decay[layer], out=out,
-                    lower_bound=LOWER, l2_eps=L2NORM_EPS, eps=EPS)
+                    lower_bound=LOWER, l2_eps=L2NORM_EPS, eps=EPS, advances=self.advances)
         launch(args, rows)
         got = {n: down(getattr(self, n)[layer, :rows]) for n in ("k", "v", "decay")}
         return got | {"out": down(out, BF16)}

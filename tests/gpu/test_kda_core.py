@@ -71,6 +71,22 @@ def test_a_step_of_many_rows_gives_the_same_bytes(cores, heads, rows, parts):
     same({k: v[on] for k, v in case.mix(MIXES[shape], shape[0], slots, x).items()}, {k: v[on] for k, v in case.mix_rows(ROWS, slots, x, parts=parts).items()})
 
 
+@pytest.mark.parametrize("heads, rows, parts, alone", [(1, 55, 3, False), (6, 64, 22, False), (6, 16, 5, True), (6, 64, 22, True)])
+def test_a_middle_of_many_rows_that_advances_leaves_what_a_commit_would(cores, heads, rows, parts, alone):
+    slots = np.arange(rows) * 5 % 64 if alone else np.asarray(row_slots(rows))   # alone: every row a sequence of its own
+    case, on = Kda(cores, heads, max(slots) + 1, rows, seed=rows), live(slots)
+    x, before = with_nan(case.inputs(rows), ~on), case.session()
+    want = case.mix(MIXES[MAIN], MAIN[0], slots, x)
+    case.commit(COMMITS[COMMIT], COMMIT[0], slots, on)
+    committed, case.advances = case.session(), 1
+    assert committed[0].tobytes() != before[0].tobytes()
+    for run in (lambda: case.mix_rows(ROWS, slots, x, parts=parts), lambda: case.mix_wide(WIDE, slots, x)):
+        case.restore(before)
+        same({k: v[on] for k, v in want.items()}, {k: v[on] for k, v in run().items()})
+        for a, b in zip(committed, case.session()):
+            assert a.tobytes() == b.tobytes()
+
+
 def test_bytes_do_not_depend_on_neighbours_slot_or_bucket(cores):
     slots = row_slots(55)
     case = Kda(cores, 6, 20, 256)

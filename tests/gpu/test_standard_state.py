@@ -1,4 +1,6 @@
 """What a step of the standard path leaves behind, and what it must not: drafts, other slots, padding, numbers that are not finite."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,17 @@ def test_only_commit_advances_and_only_over_accepted_rows(be, gold, want, wrong)
         be.commit(np.arange(keep + extra) < keep)
         done += keep
     same(np.concatenate(got), want[0], "logits")
+    same(be.states(1), want[1], "states")
+
+
+def test_rows_that_stand_leave_what_a_commit_leaves(be, gold, want):
+    """In a bucket whose middle of KDA stores states in passing, and beside a slot that has rows of its own."""
+    for slot in (1, 2):
+        open_slot(be, slot)
+    ids = gold["input_ids"]
+    be.step(replace(step_rows((2, 0, [9] * 3), (1, 0, ids)), stand=True))
+    same(be.logits()[3:], want[0], "logits")
+    be.commit(np.ones(3 + len(ids), bool))
     same(be.states(1), want[1], "states")
 
 

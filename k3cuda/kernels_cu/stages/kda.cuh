@@ -38,7 +38,7 @@ struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps> {
 K3_DEVICE KdaMix kda_middle(const Step& s, const OpArgs& op) {
   return {row_slot(s), kRows, kOwnKdaNumHeads, kda_qkv(s, op), kda_f_a(s), kda_beta(s, op), kda_out_gate(s), kda_state(s, op), conv_state(s, op),
           w_kda_f_b_proj(op), w_kda_a_log(op), w_kda_dt_bias(op), w_kda_q_conv(op), w_kda_k_conv(op), w_kda_v_conv(op), w_kda_o_norm(op),
-          kda_k(s, op), kda_v(s, op), kda_decay(s, op), mixer_out(s), kGateLowerBound, kL2normEps, kRmsNormEps};
+          kda_k(s, op), kda_v(s, op), kda_decay(s, op), mixer_out(s), kGateLowerBound, kL2normEps, kRmsNormEps, op.advances};
 }
 constexpr bool kKdaByRows = kRows > 8;
 constexpr int kHeadSplit = kKdaByRows ? 1 : 2;

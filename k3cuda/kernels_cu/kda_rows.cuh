@@ -14,24 +14,6 @@ struct KdaRowsSmem {
   u64 full[kStateSlots], empty[kStateSlots];
 };
 
-// Bit r: row r of a step of up to 64 is live, and opens a sequence.
-struct KdaRowBits {
-  u64 live = 0, opens = 0;
-  K3_DEVICE KdaRowBits(const int* row_slot, int rows) {
-    for (int base = 0; base < rows; base += kWarpSize) {
-      const int r = base + lane_id(), slot = r < rows ? row_slot[r] : -1, before = r > 0 && r < rows ? row_slot[r - 1] : -1;
-      live |= u64(__ballot_sync(kFullWarp, slot >= 0)) << base;
-      opens |= u64(__ballot_sync(kFullWarp, slot >= 0 && slot != before)) << base;
-    }
-  }
-};
-// Of a set that is not empty.
-K3_DEVICE int lowest_bit(u64 set) {
-  int bit = 0;
-  while (!(set >> bit & 1)) ++bit;
-  return bit;
-}
-
 // The sequences that open in part `lane` of `lanes` equal parts of the rows, for one head.
 template <class S, class Ready>
 K3_DEVICE void kda_rows(const KdaMix& a, KdaRowsSmem<S>& w, int head, int lane, int lanes, Ready ready) {

@@ -159,6 +159,24 @@ K3_DEVICE void kda_each_sequence(const int* row_slot, int rows, int lane, int la
   }
 }
 
+// Bit r: row r of a step of up to 64 is live, and opens a sequence.
+struct KdaRowBits {
+  u64 live = 0, opens = 0;
+  K3_DEVICE KdaRowBits(const int* row_slot, int rows) {
+    for (int base = 0; base < rows; base += kWarpSize) {
+      const int r = base + lane_id(), slot = r < rows ? row_slot[r] : -1, before = r > 0 && r < rows ? row_slot[r - 1] : -1;
+      live |= u64(__ballot_sync(kFullWarp, slot >= 0)) << base;
+      opens |= u64(__ballot_sync(kFullWarp, slot >= 0 && slot != before)) << base;
+    }
+  }
+};
+// Of a set that is not empty.
+K3_DEVICE int lowest_bit(u64 set) {
+  int bit = 0;
+  while (!(set >> bit & 1)) ++bit;
+  return bit;
+}
+
 // Rows of `slot` from `first` on: neighbours of one sequence.
 K3_DEVICE int kda_sequence_rows(const int* row_slot, int rows, int first, int slot) {
   for (int n = 0;; n += kWarpSize) {

@@ -67,6 +67,12 @@ def test_kda(build, monkeypatch):
     gpu_kda.test_a_middle_of_many_rows_that_advances_leaves_what_a_commit_would(cores, 1, 32, 22, True)
 
 
+def test_kda_shares(build):
+    cores = build([gpu_kda.SHARES])
+    for slots in gpu_kda.FEW:
+        gpu_kda.test_every_sequence_of_few_rows_is_taken_once(cores, slots)
+
+
 @pytest.mark.parametrize("shape", [s for s in gpu_norm.SHAPES if s[4] == 1])
 def test_norm(build, shape):
     cores = build([gpu_norm.KERNELS[shape]])

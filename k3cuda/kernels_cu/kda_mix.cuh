@@ -26,8 +26,9 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
 
   KdaInputs<S> in;
   in.load(a, head, part, first, length);
-  for (int done = 0; done < length; done += S::kBatch) {
+  for (int done = 0;; done += S::kBatch) {
     const int row = first + done, left = length - done, n = left < S::kBatch ? left : S::kBatch;
+    const bool more = a.rows > S::kBatch && left > S::kBatch;   // rows are known when a stage is compiled: few keep no registers for a second batch
     in.store(m, done, n);
     copy_wait();
     __syncthreads();
@@ -37,7 +38,7 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     float gate[S::kGates];
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) gate[i] = in.gate[i];
-    if (left > S::kBatch) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
+    if (more) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
     __syncthreads();
     kda_decay<S>(a, m, scale, head, part, row, n);
     kda_l2norm<S>(a, m, head, part, row, n);
@@ -45,5 +46,42 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     if (holder) kda_recur<S>(state, m, n);
     __syncthreads();
     kda_finish<S>(a, m, gate, head, part, row, n, done / S::kBatch);
+    if (!more) break;
+  }
+}
+
+// What a half of a head's cluster `lane` of `lanes` does in a step of few rows: where these are enough for the step's sequences, both halves
+// have the same one, else each has its own.
+struct KdaShare {
+  bool halves;
+  int first;                                    // row that opens the sequence, -1 for none
+
+  K3_DEVICE KdaShare(u64 opens, int lane, int lanes, int half) {
+    u64 mine = opens;
+    for (int i = 0; i < lanes; ++i) mine &= mine - (mine != 0);
+    halves = __builtin_expect(mine != 0, 0);    // a single sequence goes straight ahead in the code
+    mine = opens;
+    for (int i = halves ? 2 * lane + half : lane; i; --i) mine &= mine - (mine != 0);
+    first = mine ? lowest_bit(mine) : -1;
+  }
+};
+
+// A step of few rows by clusters of Whole::kSplit blocks, `lanes` for each head.
+template <class Whole, class Half, class Ready>
+K3_DEVICE void kda_mix_spread(const KdaMix& a, u8* smem, int head, int lane, int lanes, Ready ready) {
+  static_assert(Whole::kSplit == 2 * Half::kSplit && Whole::kThreads == Half::kThreads, "halves of a cluster");
+  const int block = int(cluster_rank());
+  const u64 opens = KdaRowBits(a.row_slot, a.rows).opens;
+  const KdaShare share(opens, lane, lanes, block / Half::kSplit);
+  if (share.first < 0) {
+    if (!opens && lane == 0) ready();           // a step of nothing but padding still keeps its place in the order of kernels
+    if (share.halves) {                         // the other half's blocks wait for all of the cluster
+      cluster_begin();
+      cluster_wait();
+    }
+  } else if (share.halves) {
+    kda_mix<Half>(a, *(KdaMixSmem<Half>*)smem, head, block % Half::kSplit, share.first, ready);
+  } else {
+    kda_mix<Whole>(a, *(KdaMixSmem<Whole>*)smem, head, block, share.first, ready);
   }
 }

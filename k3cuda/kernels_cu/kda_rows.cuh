@@ -15,23 +15,6 @@ struct KdaRowsSmem {
   u64 full[kStateSlots], empty[kStateSlots];
 };
 
-// Of the rows of a step of up to 64. Bit r: row r is live, and opens a sequence.
-struct KdaRowBits {
-  u64 live = 0, opens = 0;
-  int slots[2] = {-1, -1};                      // of rows lane and 32 + lane
-  K3_DEVICE KdaRowBits(const int* row_slot, int rows) {
-    K3_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int r = half * kWarpSize + lane_id(), before = r > 0 && r < rows ? row_slot[r - 1] : -1;
-      if (r < rows) slots[half] = row_slot[r];
-      live |= u64(__ballot_sync(kFullWarp, slots[half] >= 0)) << half * kWarpSize;
-      opens |= u64(__ballot_sync(kFullWarp, slots[half] >= 0 && slots[half] != before)) << half * kWarpSize;
-    }
-  }
-  // The whole warp.
-  K3_DEVICE int slot(int row) const { return __shfl_sync(kFullWarp, row < kWarpSize ? slots[0] : slots[1], row % kWarpSize); }
-};
-
 // The windows of sequences that end in a batch: behind the last row they are the conv's inputs of that row without the oldest.
 template <class S>
 K3_DEVICE void kda_keep_windows(const KdaMix& a, const KdaGatesSmem<S>& g, int head, int first, int n, const KdaRowBits& rows, int end) {

@@ -183,6 +183,23 @@ K3_DEVICE void kda_move_window(bf16* conv_state, const bf16* qkv, int channels, 
   }
 }
 
+// Of the rows of a step of up to 64. Bit r: row r is live, and opens a sequence.
+struct KdaRowBits {
+  u64 live = 0, opens = 0;
+  int slots[2] = {-1, -1};                      // of rows lane and 32 + lane
+  K3_DEVICE KdaRowBits(const int* row_slot, int rows) {
+    K3_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int r = half * kWarpSize + lane_id(), before = r > 0 && r < rows ? row_slot[r - 1] : -1;
+      if (r < rows) slots[half] = row_slot[r];
+      live |= u64(__ballot_sync(kFullWarp, slots[half] >= 0)) << half * kWarpSize;
+      opens |= u64(__ballot_sync(kFullWarp, slots[half] >= 0 && slots[half] != before)) << half * kWarpSize;
+    }
+  }
+  // The whole warp.
+  K3_DEVICE int slot(int row) const { return __shfl_sync(kFullWarp, row < kWarpSize ? slots[0] : slots[1], row % kWarpSize); }
+};
+
 // Rows of `slot` from `first` on: neighbours of one sequence.
 K3_DEVICE int kda_sequence_rows(const int* row_slot, int rows, int first, int slot) {
   for (int n = 0;; n += kWarpSize) {

@@ -205,22 +205,24 @@ K3_DEVICE void combine_leaves(const Accumulator<S>& acc, int rows, int group, u8
 //   rows        live tokens; columns beyond are neither read nor written
 //   smem        S::kSmem bytes of dynamic shared memory
 //   others      blocks at the start of the grid that do something else: whole clusters
+//   kLate       the next kernel starts when x is there, not with this one
 // epilogue(row, token, value) runs once for every row and live token, or for runs of rows (InRuns); with kPair epilogue(row, token, even, odd) gets
 // two neighbouring tiles at once, row counted within either half (gate and up of a GLU).
-template <class S, bool kPair = false, class Epilogue>
+template <class S, bool kPair = false, bool kLate = false, class Epilogue>
 K3_DEVICE void row_product(const uint4* w, int tiles, const bf16* x, int stride, int rows, u8* smem, const Epilogue& epilogue, int others = 0) {
   int leaf_in_block = warp_id() % S::kWK * S::kWarpLeaves;
   int first_leaf = int(cluster_rank()) * S::kWK * S::kWarpLeaves + leaf_in_block;
   Groups<S> groups(tiles, others);
   typename SourceOf<S, S::kRing>::type source(WeightStream<S>(w, groups, first_leaf, warp_id() / S::kWK * S::kMT), smem);
-  if constexpr (S::kPaced) grid_launch_next();  // a start takes its time
+  if constexpr (S::kPaced && !kLate) grid_launch_next();  // a start takes its time
   source.start();
   if constexpr (S::kCS > 1) {
     static_assert(kTileRows % S::kCS == 0, "blocks own equally many pairs");
     inboxes_begin<2>((u64*)(smem + S::kHeardAt));
   }
-  if constexpr (!S::kPaced) grid_launch_next();
+  if constexpr (!S::kPaced && !kLate) grid_launch_next();
   grid_wait();
+  if constexpr (kLate) grid_launch_next();
   uint4* shared = (uint4*)(smem + S::kXAt);
   if constexpr (S::kX == kXShared) share_tokens<S>(x, stride, rows, shared);
   LeafRun<S> run(source, Tokens<S>(x, stride, rows, first_leaf), shared + leaf_in_block * S::kPairs * S::kNT * kWarpSize);

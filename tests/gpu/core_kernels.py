@@ -53,6 +53,21 @@ def kda_mix(split, cols, threads=0, min_blocks=1):
                    max(threads, 1024 // split // cols), split, "KdaMix a", min_blocks)
 
 
+def kda_spread(rows):
+    """The middle of a step of `rows` rows, up to 8. Blocks: 4 x heads x half as many as rows, at least one."""
+    body = (f"K3_DYN_SMEM(u8, raw);\n  a.rows = {rows};\n  const int cluster = blockIdx.x / S::kSplit;\n"
+            "  kda_mix_spread<S, KdaShape<128, 4, 2, 2, 512>>(a, raw, cluster % a.heads, cluster / a.heads, "
+            f"{max(1, rows // 2)}, {READY});")
+    return _kernel(f"kda_spread_{rows}", "KdaShape<128, 4, 4, 2, 512>", body, 512, 4, "KdaMix a")
+
+
+def kda_shares():
+    """first [lanes][2], halves [lanes][2]: of a half of each cluster, a block each."""
+    body = ("const KdaShare share(KdaRowBits(row_slot, rows).opens, blockIdx.x / 2, gridDim.x / 2, blockIdx.x % 2);\n"
+            "  if (threadIdx.x == 0) first[blockIdx.x] = share.first, halves[blockIdx.x] = share.halves;")
+    return _kernel("kda_shares", "int", body, 32, 1, "const int* row_slot, int rows, int* first, int* halves")
+
+
 def kda_mix_shared(split):
     """Bytes of KdaMixSmem, rounded up."""
     own = 128 // split

@@ -53,9 +53,10 @@ class Kda:
         return {"qkv": draw(3, c).astype(BF16), "f_a": draw(D).astype(BF16), "beta": (1 / (1 + np.exp(-draw(self.heads)))).astype(F32),
                 "out_gate": draw(c, scale=2.0)}
 
-    def mix(self, kernel, split, row_slot, x, layer=0):
-        """One launch over the rows; x as from `inputs`. Returns what it wrote, records of untouched rows included."""
-        return self._run(row_slot, x, layer, lambda args, rows: self.cores.run(kernel, (self.heads * split, rows), [args], shared=kda_mix_shared(split)))
+    def mix(self, kernel, split, row_slot, x, layer=0, blocks=None):
+        """One launch over the rows; x as from `inputs`. Returns what it wrote, records of untouched rows included. blocks: where not each row has its own."""
+        return self._run(row_slot, x, layer, lambda args, rows: self.cores.run(kernel, blocks or (self.heads * split, rows), [args],
+                                                                               shared=kda_mix_shared(2 if blocks else split)))
 
     def mix_rows(self, kernel, row_slot, x, layer=0, parts=3):
         """The same by the kernel of a step of 16 to 64 rows."""

@@ -1,4 +1,6 @@
 """KDA's mixing and commit cores against the reference, and against themselves by bytes."""
+import ctypes
+
 import core_kernels as ck
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ pytestmark = pytest.mark.gpu
 # (blocks a head, value columns a thread, threads, blocks a SM)
 SHAPES = ((8, 2, 384), (8, 2, 256, 2), (8, 4), (8, 1), (4, 2, 512), (4, 2), (4, 1), (4, 4), (2, 2), (2, 4), (2, 2, 384), (1, 2, 512), (1, 4, 512))
 MIXES = {s: ck.kda_mix(*s) for s in SHAPES}
-WIDE, ROWS = ck.kda_wide(), ck.kda_rows()
+WIDE, ROWS, SHARES = ck.kda_wide(), ck.kda_rows(), ck.kda_shares()
+SPREAD = {rows: ck.kda_spread(rows) for rows in (1, 2, 8)}
 COMMITS = {s: ck.kda_commit(*s) for s in ((4, 2), (1, 2), (2, 2), (8, 2), (4, 2, 256), (1, 4, 256, 2))}
 MAIN, COMMIT = SHAPES[0], (4, 2)
 # F32 sums of 128 products in another order than BLAS, twice over rows: measured 5e-7; BF16 output: half a unit of 2^-8, 1.7e-3 in L2.
@@ -17,7 +20,7 @@ F32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
 
 @pytest.fixture(scope="module")
 def cores():
-    return ck.Cores([*MIXES.values(), *WIDE, ROWS, *COMMITS.values()])
+    return ck.Cores([*MIXES.values(), *SPREAD.values(), *WIDE, ROWS, SHARES, *COMMITS.values()])
 
 
 def row_slots(rows):
@@ -85,6 +88,30 @@ def test_a_middle_of_many_rows_that_advances_leaves_what_a_commit_would(cores, h
         same({k: v[on] for k, v in want.items()}, {k: v[on] for k, v in run().items()})
         for a, b in zip(committed, case.session()):
             assert a.tobytes() == b.tobytes()
+
+
+FEW = ((-1,), (0,), (4, 4), (4, 1), (-1, 3), (5,) * 8, (1,) * 3 + (2,) * 5, (-1,) * 8, (1, 1, -1, 2, 3, 3, 4, -1), (1, 1, 2, 3, 3, 4, 5, 5), (1, 2, 3, 4, 5, 6, 7, -1),
+       tuple(range(8)))
+
+
+@pytest.mark.parametrize("slots", FEW)
+def test_every_sequence_of_few_rows_is_taken_once(cores, slots):
+    lanes = max(1, len(slots) // 2)
+    first, halves = (ck.poisoned(2 * lanes, np.int32) for _ in range(2))
+    cores.run(SHARES, 2 * lanes, [ck.up(np.asarray(slots, np.int32)), ctypes.c_int(len(slots)), first, halves])
+    first, halves = ck.down(first).reshape(lanes, 2), ck.down(halves)
+    opens = [r for r, s in enumerate(slots) if s >= 0 and (r == 0 or slots[r - 1] != s)]
+    assert (halves == (len(opens) > lanes)).all()
+    assert halves[0] or (first[:, 0] == first[:, 1]).all()
+    taken = first.ravel() if halves[0] else first[:, 0]
+    assert [r for r in taken if r >= 0] == opens
+
+
+@pytest.mark.parametrize("slots", FEW)
+def test_few_rows_give_the_same_bytes_by_quarters_and_halves(cores, slots):
+    case = Kda(cores, 6, max(slots) + 1 or 1, len(slots))
+    x = with_nan(case.inputs(len(slots)), ~live(slots))
+    same(case.mix(MIXES[MAIN], MAIN[0], slots, x), case.mix(SPREAD[len(slots)], 4, slots, x, blocks=4 * 6 * max(1, len(slots) // 2)))
 
 
 def test_bytes_do_not_depend_on_neighbours_slot_or_bucket(cores):

@@ -58,6 +58,7 @@ enum Once { kNever, kInWideSteps, kFewToo };
 template <int kTotal, int kLeaves, int kSteps, bool kPair_ = false, int kTokens = kRows, Once kOnce = kFewToo>
 struct ProductStage : StageDefaults {
   static constexpr bool kPair = kPair_;
+  static constexpr bool kLate = false;          // row_core.cuh: measured to be better for a single row of some (docs/kernels.md, "Where blocks go")
   static constexpr int kTiles = kTotal, kSlice = min_of(kTokens, kOnce == kNever ? 16 : kDecodeRows);
   static constexpr size_t kMatrix = size_t(kTotal) * kLeaves * kSteps * kWarpSize;   // elements of its weights: where each head has a matrix, to the next one
   typedef RowAuto<kTotal, kLeaves, kSteps, kSlice <= kTokenTile ? 1 : kSlice / kTokenTile, kPair, kSms> Shape;
@@ -98,13 +99,13 @@ K3_DEVICE void product(const Step& s, const uint4* w, const bf16* x, int stride,
       many_product<typename S::Many>(w, x + size_t(first) * stride, stride, smem,
                                      [&](int row, int token, auto... v) { epilogue(row, first + token, v...); }, others);
     else if constexpr (S::kPair)
-      row_product<typename S::Shape, true>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
+      row_product<typename S::Shape, true, S::kLate>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
                                            [&](int row, int token, float even, float odd) { epilogue(row, first + token, even, odd); }, others);
     else if constexpr (S::kBlocksZ > 1)
-      row_product<typename S::Shape>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
+      row_product<typename S::Shape, false, S::kLate>(w, S::kTiles, x + size_t(first) * stride, stride, S::kSlice, smem,
                                      [&](int row, int token, float v) { epilogue(row, first + token, v); }, others);
     else
-      row_product<typename S::Shape>(w, S::kTiles, x, stride, S::kSlice, smem, epilogue, others);
+      row_product<typename S::Shape, false, S::kLate>(w, S::kTiles, x, stride, S::kSlice, smem, epilogue, others);
   }
 }
 

@@ -33,34 +33,33 @@ struct kda_in : ProductStage<kda_in_rows::kTotal, kKdaInLeaves, kKdaInSteps> {
   }
 };
 
-// A cluster a (row, head); only rows that open a sequence work. Few sequences want a head spread over several SMs, many want it on one:
-// the measured best (docs/kernels.md). How it is spread changes no byte.
+// Few sequences want a head spread over several SMs, many want it on one: the measured best (docs/kernels.md). How it is spread changes no byte.
 K3_DEVICE KdaMix kda_middle(const Step& s, const OpArgs& op) {
   return {row_slot(s), kRows, kOwnKdaNumHeads, kda_qkv(s, op), kda_f_a(s), kda_beta(s, op), kda_out_gate(s), kda_state(s, op), conv_state(s, op),
           w_kda_f_b_proj(op), w_kda_a_log(op), w_kda_dt_bias(op), w_kda_q_conv(op), w_kda_k_conv(op), w_kda_v_conv(op), w_kda_o_norm(op),
           kda_k(s, op), kda_v(s, op), kda_decay(s, op), mixer_out(s), kGateLowerBound, kL2normEps, kRmsNormEps, op.advances};
 }
 constexpr bool kKdaByRows = kRows > 8;
-constexpr int kHeadSplit = kKdaByRows ? 1 : 2;
-typedef KdaShape<kKdaHeadDim, kConvWidth, kHeadSplit, kKdaByRows ? 4 : 2, 256> KdaLayout;
+typedef KdaShape<kKdaHeadDim, kConvWidth, 1, 4, 256> KdaRowsLayout;
+// Blocks of 512 threads: the conv's channels and the decay's products meet in few warps.
+typedef KdaShape<kKdaHeadDim, kConvWidth, 4, 2, 512> KdaQuarterLayout;
+typedef KdaShape<kKdaHeadDim, kConvWidth, 2, 2, 512> KdaHalfLayout;
 // A commit of many sequences is bound by its bytes, out and in: the more state in flight the better.
 typedef KdaShape<kKdaHeadDim, kConvWidth, kRows <= 8 ? 2 : 1, kRows <= 8 ? 2 : 4> KdaCommitLayout;
 
 struct kda_mix : StageDefaults {
-  static constexpr int kLanes = kKdaByRows ? max_of(1, min_of(kRows, kSms / kOwnKdaNumHeads)) : kRows;
-  static constexpr int kBlocks = kLanes * kOwnKdaNumHeads * KdaLayout::kSplit, kThreads = KdaLayout::kThreads, kCluster = KdaLayout::kSplit,
-                       kSmem = kKdaByRows ? sizeof(KdaRowsSmem<KdaLayout>) : sizeof(KdaMixSmem<KdaLayout>);
+  static constexpr int kLanes = max_of(1, kKdaByRows ? min_of(kRows, kSms / kOwnKdaNumHeads) : kRows / 2), kCluster = kKdaByRows ? 1 : KdaQuarterLayout::kSplit,
+                       kBlocks = kLanes * kOwnKdaNumHeads * kCluster, kThreads = kKdaByRows ? KdaRowsLayout::kThreads : KdaQuarterLayout::kThreads,
+                       kSmem = kKdaByRows ? sizeof(KdaRowsSmem<KdaRowsLayout>) : max_of(sizeof(KdaMixSmem<KdaQuarterLayout>), sizeof(KdaMixSmem<KdaHalfLayout>));
   static __device__ void run(const Step& s, const OpArgs& op) {
     K3_DYN_SMEM(u8, smem);
-    int cluster = blockIdx.x / KdaLayout::kSplit;
+    const int cluster = blockIdx.x / kCluster, head = cluster % kOwnKdaNumHeads, lane = cluster / kOwnKdaNumHeads;
     auto ready = [] {
       grid_wait();
       grid_launch_next();
     };
-    if constexpr (kKdaByRows)
-      kda_rows<KdaLayout>(kda_middle(s, op), *(KdaRowsSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, cluster / kOwnKdaNumHeads, kLanes, ready);
-    else
-      ::kda_mix<KdaLayout>(kda_middle(s, op), *(KdaMixSmem<KdaLayout>*)smem, cluster % kOwnKdaNumHeads, blockIdx.x % KdaLayout::kSplit, cluster / kOwnKdaNumHeads, ready);
+    if constexpr (kKdaByRows) kda_rows<KdaRowsLayout>(kda_middle(s, op), *(KdaRowsSmem<KdaRowsLayout>*)smem, head, lane, kLanes, ready);
+    else kda_mix_spread<KdaQuarterLayout, KdaHalfLayout>(kda_middle(s, op), smem, head, lane, kLanes, ready);
   }
 };
 

@@ -38,6 +38,7 @@ struct mla_norm : StageDefaults {
   static constexpr int kBlocks = kRows, kThreads = 512;
   static __device__ void run(const Step& s, const OpArgs& op) {
     __shared__ float leaf[2][16];
+    if constexpr (kRows <= kTokenTile) grid_launch_next();   // the plan of attention then comes under what is before it
     mla_write<kv_t, kQLoraRank, kQLatentNormLeaves, kKvLoraRank, kKvLatentNormLeaves, kQkRopeHeadDim, kGroup>(
         {mla_rows(s, op), mla_q_a(s), mla_kv_a(s), w_mla_q_a_layernorm(op), w_mla_kv_a_layernorm(op), mla_q_latent(s), mla_cache(s, op), op.kv_scale, kMlaNormEps},
         leaf, blockIdx.x, [] {

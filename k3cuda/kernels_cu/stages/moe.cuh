@@ -16,6 +16,7 @@ struct moe_in_rows {   // tiles: gate and up of the shared expert in turn, then 
 };
 
 struct moe_in : ProductStage<moe_in_rows::kTotal, kMoeInLeaves, kMoeInSteps, true> {
+  static constexpr bool kLate = kRows == 1;
   static __device__ void other(const Step& s, int row, int token, float v) {   // row of the joined matrix, behind the shared expert
     typedef moe_in_rows R;
     if (row >= R::kLatent * kTileRows) {

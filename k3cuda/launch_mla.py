@@ -90,7 +90,7 @@ class MlaAttend(Kind):
     def kind(self, copy: int, most: int) -> str:
         tiles = 1 if self.rows * self.heads <= 8 else 2   # more queries of a group would take more registers than a thread has
         pieces = PAGE_PIECES if self.cache == 2 and self.rows > PAGE_ROWS else PIECES[self.cache]
-        return f"LaunchMlaAttend<LaunchMlaShape<{CACHES[self.cache][0]}, {self.heads}, {self.latent}, {self.rope}, {tiles}, {pieces}>>"
+        return f"LaunchMlaAttend<LaunchMlaShape<{CACHES[self.cache][0]}, {self.heads}, {self.latent}, {self.rope}, {tiles}, {pieces}>, {copy}>"
 
 
 @dataclass(frozen=True)

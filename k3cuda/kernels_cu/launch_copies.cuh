@@ -3,12 +3,12 @@
 #include "launch_ring.cuh"
 
 // The copies of a phase, for the producers: `count` of them, of `bytes` at most, as the window counts, in pieces of `each`. What they are of: tiles of the phase's
-// program; pairs of tiles of chosen experts, counted over the list's entries; `per` entries of the list at a time, leaf by leaf; nothing, a slot alone.
+// program; pairs of tiles of chosen experts, counted over the list's entries; `per` entries of the list at a time, leaf by leaf; nothing, a slot alone. The first `skipped` of these nobody wants either.
 enum LaunchCopies { kTilesOfPhase, kPairsOfEntries, kEntries, kEmptySlots };
 struct LaunchCopy { const u8* from; const u32* entries; int parts; };   // of kEntries: where its leaf begins, and its entries; how many pieces it has
 struct LaunchSource {
   LaunchCopies which;
-  int count;
+  int count, skipped;
   u32 bytes, each;
   const u8* weights;
   const u32* list;                     // tiles, or entries
@@ -85,6 +85,7 @@ struct LaunchProducer {
 #pragma unroll 1
           for (int j = 0; j < own.parts; ++j) bulk_copy(ring.slots + slot * Ring::kSlotBytes + j * s.each, s.piece(own, j), s.each, ring.full + slot);
           ring.issued[slot] = n + 1;
+          if (i < s.skipped) barrier_arrive_times(ring.empty + slot, kConsumers);
           issued_copy(i, own.parts * s.each);
           waits = false;
         }

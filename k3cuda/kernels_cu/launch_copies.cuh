@@ -38,9 +38,9 @@ struct LaunchSource {
   }
 };
 
-// A producer, one warp of kProducers. A lane owns a slot of the ring, for all of the launch, and does nothing but wait for it and fill it: 120 instructions a copy, one copy
-// behind the other, made 0.3 microseconds of three warps, which was the stream's pace. Lanes work out side by side where the copies of the next round lie; who waits sleeps at
-// the barrier of the copy that comes first, and takes no issue slots from the warps that expand and multiply.
+// A producer, one warp of kProducers. A lane owns a slot of the ring, for all of the launch, and does nothing but wait for it and fill it: 120 instructions a
+// copy, one copy behind the other, made 0.3 microseconds of three warps, which was the stream's pace. Lanes work out side by side where the copies of the next
+// round lie; who waits sleeps at the barrier of the copy that comes first, and takes no issue slots from the warps that expand and multiply.
 template <class Ring>
 struct LaunchProducer {
   Ring& ring;

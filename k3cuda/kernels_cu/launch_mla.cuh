@@ -106,8 +106,8 @@ struct LaunchMlaDone {
   MlaWork work;
 };
 
-// Every block has a unit: items of the step as the rows' positions make them. Its room, of which pages of the cache are the most, is in the ring's first slots, empty copies
-// that the producers hand out: apart it would take half of the ring from all phases. What is left of the turn before the first slot is skipped.
+// Every block has a unit: items of the step as the rows' positions make them. Its room, of which pages of the cache are the most, is in the ring's first
+// slots, empty copies that the producers hand out: apart it would take half of the ring from all phases. What is left of a turn before slot 0 is skipped.
 template <class S_, int kSlotBytes>
 struct LaunchMlaAttend : LaunchInMemory {
   typedef S_ S;
@@ -119,7 +119,11 @@ struct LaunchMlaAttend : LaunchInMemory {
   static constexpr int x_vectors(int, int) { return kDoneVectors; }
   template <class Block> static K3_DEVICE Room& room(const Block& block) { return *(Room*)block.ring.slots; }   // the first of shared memory, as the copy engine needs it
   template <class Block> static K3_DEVICE LaunchMlaDone& done(const Block& block) { return *(LaunchMlaDone*)block.x(); }
-  template <class Block> static constexpr u32 skipped(u32 copies) { return (Block::Shape::Ring::kSlots - copies % Block::Shape::Ring::kSlots) % Block::Shape::Ring::kSlots; }
+  template <class Block>
+  static K3_DEVICE u32 skipped(u32 copies) {
+    constexpr u32 kSlots = Block::Shape::Ring::kSlots;
+    return (kSlots - copies % kSlots) % kSlots;
+  }
 
   template <class Block, class Producer>
   static K3_DEVICE void produce(const Block&, Producer& producer, const ProgramPhase&, const u8*, int) {

@@ -15,7 +15,7 @@ MOST_SLOTS = 12       # where results have readers further on
 HEAD_WORDS = 3        # of a phase, before its units: kHeadWords in launch_fields.cuh
 MOST_VECTORS = 0xFFFF   # of a row, sixteen bits of a LaunchLink
 MOST_EXTRA = 255      # eight bits of a word
-PAGE_WORDS = 512      # of a block's program, of which two pages are in shared memory
+PAGE_WORDS = 384      # of a block's program, of which two pages are in shared memory
 TURN_PAGE = 0xFFFFFFFF   # kTurnPage in launch_program.cuh
 MAX_KINDS, MAX_INPUTS, MAX_FIELDS, MAX_CLEARS = 32, 4, 4, 2   # launch_fields.cuh, launch_args.cuh
 

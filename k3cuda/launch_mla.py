@@ -14,8 +14,8 @@ from .weights import padded_dims, tree_leaves
 
 SLAB = 32                   # latent values of a team that combines: kMlaSlab
 CACHES = {1: ("MlaE4m3", "u8"), 2: ("MlaBf16", "bf16")}   # bytes of a cached value -> C++ types
-# Pieces of 16 cache rows in shared memory: two pages, so that one is scored while the other is weighed, where that leaves the stream of weights enough;
-# of BF16 never, and in steps of more rows, whose sums need room, a page alone.
+# Pieces of 16 cache rows in shared memory: two pages, so that one is scored while the other is weighed, where the ring has slots for that and
+# some more; of BF16 never, and in steps of more rows, whose sums need room, a page alone.
 PIECES = {1: 8, 2: 5}
 PAGE_PIECES, PAGE_ROWS = 4, 4
 
@@ -90,7 +90,7 @@ class MlaAttend(Kind):
     def kind(self, copy: int, most: int) -> str:
         tiles = 1 if self.rows * self.heads <= 8 else 2   # more queries of a group would take more registers than a thread has
         pieces = PAGE_PIECES if self.cache == 2 and self.rows > PAGE_ROWS else PIECES[self.cache]
-        return f"LaunchMlaAttend<LaunchMlaShape<{CACHES[self.cache][0]}, {self.heads}, {self.latent}, {self.rope}, {tiles}, {pieces}>>"
+        return f"LaunchMlaAttend<LaunchMlaShape<{CACHES[self.cache][0]}, {self.heads}, {self.latent}, {self.rope}, {tiles}, {pieces}>, {copy}>"
 
 
 @dataclass(frozen=True)

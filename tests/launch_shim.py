@@ -96,7 +96,7 @@ class Case:
         is_layer = kinds[0].fields
         top_k = TOP_K if any(isinstance(k, lk.ExpertUp) for k in kinds) else 0
         self.program = p = bp.program(kinds, small_steps(kinds, opening, has), rows, grid, top_k, slots=LAYER_SLOTS) if is_layer else bp.chain(kinds, layers, rows, grid, top_k)
-        self.library = host.build("#define K3_STRESS\n" * stress + "".join(f"#define {d}\n" for d in defines) + ls.source(p, ring=40 * 1024, copy=4096, probed=True), ["product_chain"], folder)
+        self.library = host.build("#define K3_STRESS\n" * stress + "".join(f"#define {d}\n" for d in defines) + ls.source(p, ring=80 * 1024, copy=4096, probed=True), ["product_chain"], folder)
         self.rng, self.weights, self.mixes, self.choices, self.kdas, self.mlas, self.context = np.random.default_rng(seed), {}, {}, {}, {}, {}, context
         self.hidden = self.rng.standard_normal((BLOCK_ROWS, HIDDEN)).astype(np.float32)
         self.blocks = np.full((CLOSED, BLOCK_ROWS, HIDDEN), np.nan, np.float32)   # closed ones are made in the launch

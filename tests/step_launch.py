@@ -20,7 +20,7 @@ class StepLaunch:
     def __init__(self, plan, program, folder, *, ranks_here: bool = False, defines: str = "", **shape):
         folder.mkdir()
         self.plan, self.program, self.ranks_here = plan, program, ranks_here
-        self.library = host.build(defines + ls.source(program, ring=40 * 1024, copy=4096, ranks_here=ranks_here, **shape), ["product_chain"], folder)
+        self.library = host.build(defines + ls.source(program, ring=80 * 1024, copy=4096, ranks_here=ranks_here, **shape), ["product_chain"], folder)
 
     def run(self, *memories: Memory, launches: int = 1, limit_ns: int = 100_000_000_000, words=None, trouble=None, stamps=None) -> list[np.ndarray]:
         """The exchange of each rank behind the last of some launches. words: of a rank's program, where they are not the program's. trouble: one record for all.

@@ -146,7 +146,7 @@ def test_a_batch_that_does_not_fit_with_its_drafts_is_refused():
 
 
 @pytest.mark.parametrize("flags, code, words", [
-    ([], 5, b"no NVIDIA driver"), (["--draft-tokens", 7, "--acceptance-length", 6], 5, b"no NVIDIA driver"),
+    ([], 5, b"no NVIDIA driver"), (["--draft-tokens", 7, "--acceptance-length", 6, "--decode-backend", "latency_specialized"], 5, b"no NVIDIA driver"),
     (["--decode-backend", "reference"], 2, b"--decode-backend: found 'reference' without a MODEL"), (["--ranks", "processes"], 2, b"--ranks: found 'processes'"),
     (["--draft-model", "x"], 2, b"--draft-model: found 'x'"), (["--rank", 16], 2, b"--rank: found 16, wanted 0 to 15")])
 def test_one_rank_without_a_model(flags, code, words):

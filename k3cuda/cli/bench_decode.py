@@ -83,8 +83,9 @@ def _one_rank(engine: dict, rank: int, batch: int, input_len: int, output_len: i
     from ..llm import LLM
     from ..runtime.cuda_driver import require_gpu
     from ..runtime.drafting import OPTIONS
+    from ..runtime.machine import LATENCY_SPECIALIZED, ON_GPU
 
-    fixed = {"draft_model": None, "ranks": ("auto", "virtual"), "decode_backend": ("auto", "standard"), "load_mode": "auto"}
+    fixed = {"draft_model": None, "ranks": ("auto", "virtual"), "decode_backend": ("auto", *ON_GPU), "load_mode": "auto"}
     for name, only in fixed.items():
         if engine[name] not in (only if isinstance(only, tuple) else (only,)):
             raise UsageError(f"--{name.replace('_', '-')}: found {engine[name]!r:.60} without a MODEL, whose one rank is made on the GPU", "leave it out, or name a MODEL")
@@ -100,7 +101,8 @@ def _one_rank(engine: dict, rank: int, batch: int, input_len: int, output_len: i
     if drafting:
         drafting.check_batch(batch)
     kv = "fp8_e4m3" if engine["kv_cache_dtype"] in ("auto", "fp8") else engine["kv_cache_dtype"]
-    made = DecodeBench(cfg, tp, rank, kv, drafting, batch, max(engine["max_model_len"] or 0, input_len + output_len), input_len)
+    made = DecodeBench(cfg, tp, rank, kv, drafting, batch, max(engine["max_model_len"] or 0, input_len + output_len), input_len,
+                       specialized=engine["decode_backend"] == LATENCY_SPECIALIZED)
     made.prepare()
     with LLM(made.model) as llm:
         yield llm, made
@@ -116,4 +118,5 @@ def _line(found: dict) -> str:
         if "draft_share" in step:
             drafts += (f", context rows, drafts and acceptance {step['context_us']:.0f} + {step['draft_us']:.0f} + {step['accept_us']:.0f} us, which is "
                        f"{100 * step['draft_share']:.1f} % of it")
+        drafts += f"; {step['decode_backend']}: {step['declined']}" if step["declined"] else ""
     return f"batch {found['batch']}: {rate}" + drafts

@@ -80,7 +80,7 @@ struct LaunchBlock : LaunchRanks<S> {
       producer.window = p.kind == S::kFirstStreaming ? a.first_window : a.window;
       const u32 before = producer.issued;
       stamp(phase, kProduces, lane_id() == 0);
-      producer.source.count = 0;
+      producer.source.count = producer.source.skipped = 0;
       if (geometry(p).leaves) produce_product(*this, producer, p, w);
       else if (geometry(p).slices) {
         if (producer.number == 0) fetch_mix_ahead(*this, p, w);

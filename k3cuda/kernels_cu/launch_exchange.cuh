@@ -10,7 +10,7 @@
 // GPUs (K3_SCOPE is "sys" then, else "gpu"), these meet before the first phase, so that whoever is late is waited for in one place, and behind the last
 // one, since nothing else tells a launch that the others' results have reached it.
 #pragma once
-#include "launch_ring.cuh"
+#include "launch_copies.cuh"
 
 constexpr u32 kNotThere = 0x80008000u;
 constexpr int kMaxRanks = 16;

@@ -103,15 +103,36 @@ struct LaunchMlaShape : MlaShape<Cache, kHeads, kLatent, kRope, kTiles, kRing, 1
   static constexpr int kNarrow = 1;
 };
 
-// Every block has a unit: items of the step as the rows' positions make them.
-template <class S_>
+// What mla_combine needs of it, behind the room.
+struct LaunchMlaDone {
+  MlaAttend a;
+  MlaWork work;
+};
+
+// Every block has a unit: items of the step as the rows' positions make them. Its room, of which pages of the cache are the most, is in the ring's first
+// slots, empty copies that the producers hand out: apart it would take half of the ring from all phases. What is left of a turn before slot 0 is skipped.
+template <class S_, int kSlotBytes>
 struct LaunchMlaAttend : LaunchInMemory {
   typedef S_ S;
   typedef LaunchMlaRoom<S> Room;
+  static constexpr int kHeldSlots = (sizeof(Room) + kSlotBytes - 1) / kSlotBytes;
+  static_assert(kHeldSlots <= kConsumers, "a slot a warp");
   static_assert(S::kThreads == Consumers::kThreads && !S::kMoveRegisters, "all consumers have a role, with the registers that they have");
-  static constexpr int kAlign = 1024;   // what the copy engine permutes
-  static constexpr int x_vectors(int, int) { return (sizeof(Room) + kAlign) / 16; }
-  template <class Block> static K3_DEVICE Room& room(const Block& block) { return *(Room*)(block.smem + (Block::Shape::kXAt + kAlign - 1) / kAlign * kAlign); }
+  static constexpr int kDoneVectors = (sizeof(LaunchMlaDone) + 15) / 16;
+  static constexpr int x_vectors(int, int) { return kDoneVectors; }
+  template <class Block> static K3_DEVICE Room& room(const Block& block) { return *(Room*)block.ring.slots; }   // the first of shared memory, as the copy engine needs it
+  template <class Block> static K3_DEVICE LaunchMlaDone& done(const Block& block) { return *(LaunchMlaDone*)block.x(); }
+  template <class Block>
+  static K3_DEVICE u32 skipped(u32 copies) {
+    constexpr u32 kSlots = Block::Shape::Ring::kSlots;
+    return (kSlots - copies % kSlots) % kSlots;
+  }
+
+  template <class Block, class Producer>
+  static K3_DEVICE void produce(const Block&, Producer& producer, const ProgramPhase&, const u8*, int) {
+    LaunchSource& s = producer.source;
+    s.which = kEmptySlots, s.skipped = skipped<Block>(producer.issued), s.count = s.skipped + kHeldSlots, s.bytes = 1, s.each = 0;
+  }
 
   template <class Block>
   static K3_DEVICE void consume(Block& block, const ProgramPhase& p, int phase) {
@@ -123,6 +144,10 @@ struct LaunchMlaAttend : LaunchInMemory {
   static K3_DEVICE void begin(const Block& block, const ProgramPhase& p, int phase) {
     const Consumers team;
     Room& r = room(block);
+    const u32 copies = block.kept_anew(team.me).copies, skips = skipped<Block>(copies);
+    __syncwarp();
+    block.take_copies(skips + kHeldSlots);
+    if (team.warp() < kHeldSlots) block.ring.take(copies + skips + team.warp(), block.a.watch, phase);
     fence_copies();   // what earlier phases stored where pages land
     team.sync();      // all are finished with the phase before
     for (int i = team.thread(); i < int(sizeof(MlaAttend) / 4); i += Consumers::kThreads) ((u32*)&r.a)[i] = ((const u32*)&((const LaunchMla*)block.a.weights[phase])->attend)[i];
@@ -164,25 +189,29 @@ struct LaunchMlaAttend : LaunchInMemory {
       __threadfence();
       block.publish(p, phase, 0, rank_block(), {0, 0, 0, 0}, 0, 0, 1);
     }
-    MlaSmem<S>& m = room(block).m;
-    for (int i = team.thread(); i < m.kBarriers; i += Consumers::kThreads) barrier_end(m.full + i);   // the place is other phases' again
+    Room& r = room(block);
+    for (int i = team.thread(); i < int(sizeof(MlaAttend) / 4); i += Consumers::kThreads) ((u32*)&done(block).a)[i] = ((const u32*)&r.a)[i];
+    for (int i = team.thread(); i < int(sizeof(MlaWork) / 4); i += Consumers::kThreads) ((u32*)&done(block).work)[i] = ((const u32*)&r.m.work)[i];
+    for (int i = team.thread(); i < r.m.kBarriers; i += Consumers::kThreads) barrier_end(r.m.full + i);   // the place is other phases' again
+    fence_slot();
+    team.sync();
+    if (team.warp() < kHeldSlots) block.ring.give(block.kept_anew(team.me).copies - kHeldSlots + team.warp(), kConsumers, team.me);
   }
 };
 
 // A unit is kTogether slabs of a row and head; two teams of eight warps take units in turn. Right behind mla_attend in every program, whose tables it
-// finds in shared memory.
+// finds in shared memory (LaunchMlaDone).
 template <class Attend, int kTogether>
 struct LaunchMlaCombine : LaunchInMemory {
   typedef typename Attend::S S;
   static constexpr int kUnit = kTogether * kMlaSlab, kUnits = S::kLatent / kUnit, kTeams = kConsumers / kMlaCombineWarps;
-  static constexpr int x_vectors(int, int) { return 0; }   // that of mla_attend
-  static_assert(S::kLatent % kUnit == 0, "whole slabs");
-  static_assert(kTeams * sizeof(MlaCombineSums<kTogether>) <= sizeof(MlaSmem<S>::ring), "sums lie where pages have lain");
+  static constexpr int x_vectors(int, int) { return Attend::kDoneVectors + kTeams * int(sizeof(MlaCombineSums<kTogether>)) / 16; }
+  static_assert(S::kLatent % kUnit == 0 && sizeof(MlaCombineSums<kTogether>) % 16 == 0, "whole slabs");
 
   template <class Block>
   static K3_DEVICE void consume(Block& old, const ProgramPhase& p, int phase) {
     const Block block(old.smem + unknown_zero());   // as in mla_attend
-    auto& r = Attend::room(block);
+    const LaunchMlaDone& r = Attend::done(block);
     const uint4* from = block.input(p, 0);
     const int blocks = blocks_of_rank();
     const Consumers all;   // of this phase alone, as in launch_kda.cuh
@@ -191,17 +220,17 @@ struct LaunchMlaCombine : LaunchInMemory {
     all.sync();
     block.received(phase);
     const WarpTeam<kMlaCombineWarps> team{};
-    auto& sums = ((MlaCombineSums<kTogether>*)r.m.ring)[team.number()];
+    auto& sums = ((MlaCombineSums<kTogether>*)(block.x() + Attend::kDoneVectors))[team.number()];
     const MlaCombine a{r.a.rows, r.a.partial, r.a.top_sum, r.a.cache_scale, nullptr, nullptr};
     int turn = 0;
 #pragma unroll 1
     for (int u = team.number(); u < p.units; u += kTeams) {
       const int unit = p.tiles[u], at = unit % kUnits * kUnit, head = unit / kUnits % S::kHeads, row = unit / (kUnits * S::kHeads);
-      if (r.m.work.slot[row] < 0) {   // nobody's, but somebody waits for it
+      if (r.work.slot[row] < 0) {   // nobody's, but somebody waits for it
         if (team.thread() < kUnit / 8) block.publish(p, phase, row, (head * S::kLatent + at) / 8 + team.thread(), {0, 0, 0, 0}, 0, 0, 1);
         continue;
       }
-      mla_combine_unit<S::kHeads, S::kLatent, kTogether, 4>(a, sums, r.m.work, row, head, at, turn, [&](int c, float v) {
+      mla_combine_unit<S::kHeads, S::kLatent, kTogether, 4>(a, sums, r.work, row, head, at, turn, [&](int c, float v) {
         block.publish(p, phase, row, (head * S::kLatent + c) / 8, pack_vector(v, team.lane()), team.lane() % 8);
       }, team);
     }

@@ -142,12 +142,8 @@ struct LaunchUnits {
         store(c, turns);
         if (is_shared) anew().tell(turns);
       }
-      if (!is_shared) {
-        if (more) anew().finish(turns, u);
-      } else {
-        if (before >= 0) anew().finish(turns - 1, before);
-        before = u;
-      }
+      if (const int done = is_shared ? before : more ? u : -1; done >= 0) anew().finish(turns - is_shared, done);   // once: it is all of a product's code behind its chains
+      before = u;
       if (!more) break;
     }
     __syncwarp();

@@ -83,7 +83,7 @@ class StepBench:
     def compile(self, rows, probes=(NO_PROBES,), more=()) -> None:
         """Kernels for steps of so many rows and for their checks, and the buckets `more`, all side by side."""
         buckets, start = {b for n in rows for b in (bucket_of(n), other_bucket(n)[0])} | set(more), time.perf_counter()
-        launches = {bucket_of(n) for n in rows} & set(BUCKETS) if self.specialized else ()
+        launches = ({bucket_of(n) for n in rows} | set(more)) & set(BUCKETS) if self.specialized else ()
         side_by_side([partial(self._launch_ahead, b, p) for p in probes if not misfit(self._plan, LOOPBACK, p) for b in launches]
                      + [partial(compile_bucket, self._plan, b, self.kv_cache_dtype, self.device.arch, sms=self.device.sms, probes=p) for p in probes for b in buckets])
         log.info("kernels compiled in %.1f s", time.perf_counter() - start)

@@ -32,11 +32,12 @@ class DecodeBench(StepBench):
     """A backend of one rank for requests, and the times of the parts of a verify step.
 
     Args:
-        batch: requests at a time, at most. tokens: of a request. input_len: of its prompt.
+        batch: requests at a time, at most. tokens: of a request. input_len: of its prompt. specialized: as StepBench.
     """
 
-    def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str, drafting: Drafting | None, batch: int, tokens: int, input_len: int = 1):
-        super().__init__(cfg, tp, rank, kv_cache_dtype, drafting)
+    def __init__(self, cfg: K3Config, tp: int, rank: int, kv_cache_dtype: str, drafting: Drafting | None, batch: int, tokens: int, input_len: int = 1,
+                 specialized: bool = False):
+        super().__init__(cfg, tp, rank, kv_cache_dtype, drafting, specialized)
         self.rows_a_sequence = drafting.num_drafts + 1 if drafting else 1
         widest = bucket_of(batch * self.rows_a_sequence)
         self._buckets = sorted({b for b in DECODE_BUCKETS if b <= widest} | {bucket_of(min(batch * input_len, MAX_ROWS))})
@@ -55,14 +56,15 @@ class DecodeBench(StepBench):
         """Captures every graph, so that no request waits for one."""
         be = self.backend
         for bucket in self._buckets:
+            single = self.specialized and not be.step_launches.declines(bucket)
             if self.drafting:
-                be.graph("step", bucket)
+                be.graph("step", bucket, single=single)
                 be.graph("commit", bucket)
                 for first in range(0, bucket, DECODE_ROWS):
                     be.draft.graph(be.draft.plan.context, min(bucket, DECODE_ROWS), first)
             else:
                 for half in be._io._halves:
-                    be.graph("launch", bucket, half)
+                    be.graph("launch", bucket, half, single)
         for sequences in range(1, be.num_slots + 1 if self.drafting else 1):
             be.draft.graph(be.draft.block, sequences * be.draft.plan.block_rows)
 

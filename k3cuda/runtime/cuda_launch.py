@@ -22,7 +22,7 @@ from .cuda_memory import RankMemory
 from .cuda_launch_peers import LaunchPeers
 from .cuda_trace import PhaseMemory
 from .launch_pointers import Places, Pointers
-from .launch_program import (BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, RANK, SCALE, TOO_MANY_ROWS, WAITS, WINDOW, compiled_launch, delayed_hops, launched,
+from .launch_program import (BUCKETS, CLUSTER, KERNEL, LIMIT_NS, LOOPBACK, MEET_S, NOT_THERE, RANK, SCALE, TOO_MANY_ROWS, WAITS, WINDOW, WINDOWS, compiled_launch, delayed_hops, launched,
                              misfit, trouble_text)
 from .loading import Loading
 
@@ -202,7 +202,7 @@ class StepLaunches:
 
     def _arguments(self, program: BlockProgram, rank: int, own: ls.LaunchPeer, **addresses: int) -> ls.LaunchArgs:
         cfg = self.plan.cfg
-        return ls.arguments(program, window=WINDOW, limit_ns=LIMIT_NS, meet_ns=int(MEET_S * 1e9), rank=rank,
+        return ls.arguments(program, window=WINDOWS.get(program.rows, WINDOW), limit_ns=LIMIT_NS, meet_ns=int(MEET_S * 1e9), rank=rank,
                             situ=(cfg.activation_situ_beta, cfg.activation_situ_linear_beta), routed_scale=cfg.routed_scaling_factor, norm_eps=cfg.rms_norm_eps, block_rows=MAX_ROWS, exchange=own.exchange, result=own.result,
                             counts=own.counts, trouble=self._records.words[program.rows].ctypes.data, **addresses)
 

@@ -21,7 +21,8 @@ LOG2_E = "1.44269504088896340736"   # kLog2E of stages/common.cuh
 NOT_THERE = 0x80008000              # kNotThere of launch_exchange.cuh
 CLUSTER = 2                         # blocks that share tiles: the fastest measured (docs/megakernel-log.md)
 BUCKETS = (1, 2, 4, MAX_TOKENS)      # rows that a launch is made for: a step runs in the smallest that holds its own
-WINDOW = 48 * 1024                  # bytes that a block has in flight, as scripts/bench_launch.py has them by default
+WINDOWS = {MAX_TOKENS: 64 * 1024}    # bytes that a block has in flight in a launch of so many rows: the fastest measured of a whole step
+WINDOW = 48 * 1024                   # of others, as scripts/bench_launch.py has them by default
 LOOPBACK = "loopback"                # Backend.ranks of one rank alone, which stands for all
 TOO_MANY_ROWS = f"more rows than the {MAX_TOKENS} of one launch"
 # What ranks in launches of their own wait for one another before a step, as in their other exchanges: one may be late by what its host or a compiler takes. Inside a step

@@ -222,6 +222,7 @@ K3_DEVICE void kda_gated_norm(const KdaMix& a, KdaMixSmem<S>& m, const float (&g
     if constexpr (S::kSplit == 1) {
       if (team.lane() == 0) squares[row][0] = sum;
     } else if (team.lane() < S::kSplit) {
+      // A head's blocks are neighbours in a cluster that may have more.
       send(&squares[row][part], cluster_rank() - part + team.lane(), sum, m.inbox + (turn & 1));
     }
   }

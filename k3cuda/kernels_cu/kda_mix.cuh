@@ -5,7 +5,8 @@
 // Block `part` of the cluster of `head`, for the sequence whose oldest row of this step is `first`; a block of another row, or
 // of padding, does nothing. `ready` is called once, when weights, conv window and state are on their way and what this step's
 // earlier kernels wrote is needed: state and window may be loaded before it because no kernel between commit and here writes them.
-template <class S, class Ready>
+// kOnce: no sequence has more rows than a batch, and no registers are kept for the next one's.
+template <class S, bool kOnce = false, class Ready>
 K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, int first, Ready ready) {
   int slot = a.row_slot[first];
   if (slot < 0 || (first > 0 && a.row_slot[first - 1] == slot)) {
@@ -26,9 +27,8 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
 
   KdaInputs<S> in;
   in.load(a, head, part, first, length);
-  for (int done = 0;; done += S::kBatch) {
+  for (int done = 0; kOnce || done < length; done += S::kBatch) {
     const int row = first + done, left = length - done, n = left < S::kBatch ? left : S::kBatch;
-    const bool more = a.rows > S::kBatch && left > S::kBatch;   // rows are known when a stage is compiled: few keep no registers for a second batch
     in.store(m, done, n);
     copy_wait();
     __syncthreads();
@@ -38,7 +38,7 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     float gate[S::kGates];
     K3_UNROLL
     for (int i = 0; i < S::kGates; ++i) gate[i] = in.gate[i];
-    if (more) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
+    if (!kOnce && left > S::kBatch) in.load(a, head, part, row + S::kBatch, left - S::kBatch);   // under what follows
     __syncthreads();
     kda_decay<S>(a, m, scale, head, part, row, n);
     kda_l2norm<S>(a, m, head, part, row, n);
@@ -46,7 +46,7 @@ K3_DEVICE void kda_mix(const KdaMix& a, KdaMixSmem<S>& m, int head, int part, in
     if (holder) kda_recur<S>(state, m, n);
     __syncthreads();
     kda_finish<S>(a, m, gate, head, part, row, n, done / S::kBatch);
-    if (!more) break;
+    if constexpr (kOnce) break;
   }
 }
 
@@ -66,7 +66,7 @@ struct KdaShare {
   }
 };
 
-// A step of few rows by clusters of Whole::kSplit blocks, `lanes` for each head.
+// A step of up to Whole::kBatch rows by clusters of Whole::kSplit blocks, `lanes` for each head.
 template <class Whole, class Half, class Ready>
 K3_DEVICE void kda_mix_spread(const KdaMix& a, u8* smem, int head, int lane, int lanes, Ready ready) {
   static_assert(Whole::kSplit == 2 * Half::kSplit && Whole::kThreads == Half::kThreads, "halves of a cluster");
@@ -80,8 +80,8 @@ K3_DEVICE void kda_mix_spread(const KdaMix& a, u8* smem, int head, int lane, int
       cluster_wait();
     }
   } else if (share.halves) {
-    kda_mix<Half>(a, *(KdaMixSmem<Half>*)smem, head, block % Half::kSplit, share.first, ready);
+    kda_mix<Half, true>(a, *(KdaMixSmem<Half>*)smem, head, block % Half::kSplit, share.first, ready);
   } else {
-    kda_mix<Whole>(a, *(KdaMixSmem<Whole>*)smem, head, block, share.first, ready);
+    kda_mix<Whole, true>(a, *(KdaMixSmem<Whole>*)smem, head, block, share.first, ready);
   }
 }

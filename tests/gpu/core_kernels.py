@@ -53,12 +53,11 @@ def kda_mix(split, cols, threads=0, min_blocks=1):
                    max(threads, 1024 // split // cols), split, "KdaMix a", min_blocks)
 
 
-def kda_spread(rows):
-    """The middle of a step of `rows` rows, up to 8. Blocks: 4 x heads x half as many as rows, at least one."""
-    body = (f"K3_DYN_SMEM(u8, raw);\n  a.rows = {rows};\n  const int cluster = blockIdx.x / S::kSplit;\n"
-            "  kda_mix_spread<S, KdaShape<128, 4, 2, 2, 512>>(a, raw, cluster % a.heads, cluster / a.heads, "
-            f"{max(1, rows // 2)}, {READY});")
-    return _kernel(f"kda_spread_{rows}", "KdaShape<128, 4, 4, 2, 512>", body, 512, 4, "KdaMix a")
+def kda_spread():
+    """The middle of a step of up to 8 rows. Blocks: 4 x heads x half as many as rows, at least one."""
+    body = ("K3_DYN_SMEM(u8, raw);\n  const int cluster = blockIdx.x / S::kSplit, clusters = gridDim.x / S::kSplit;\n"
+            "  kda_mix_spread<S, KdaShape<128, 4, 2, 2, 512>>(a, raw, cluster % a.heads, cluster / a.heads, clusters / a.heads, " + READY + ");")
+    return _kernel("kda_spread", "KdaShape<128, 4, 4, 2, 512>", body, 512, 4, "KdaMix a")
 
 
 def kda_shares():

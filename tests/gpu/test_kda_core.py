@@ -10,8 +10,7 @@ pytestmark = pytest.mark.gpu
 # (blocks a head, value columns a thread, threads, blocks a SM)
 SHAPES = ((8, 2, 384), (8, 2, 256, 2), (8, 4), (8, 1), (4, 2, 512), (4, 2), (4, 1), (4, 4), (2, 2), (2, 4), (2, 2, 384), (1, 2, 512), (1, 4, 512))
 MIXES = {s: ck.kda_mix(*s) for s in SHAPES}
-WIDE, ROWS, SHARES = ck.kda_wide(), ck.kda_rows(), ck.kda_shares()
-SPREAD = {rows: ck.kda_spread(rows) for rows in (1, 2, 8)}
+WIDE, ROWS, SPREAD, SHARES = ck.kda_wide(), ck.kda_rows(), ck.kda_spread(), ck.kda_shares()
 COMMITS = {s: ck.kda_commit(*s) for s in ((4, 2), (1, 2), (2, 2), (8, 2), (4, 2, 256), (1, 4, 256, 2))}
 MAIN, COMMIT = SHAPES[0], (4, 2)
 # F32 sums of 128 products in another order than BLAS, twice over rows: measured 5e-7; BF16 output: half a unit of 2^-8, 1.7e-3 in L2.
@@ -20,7 +19,7 @@ F32_LIMIT, BF16_LIMIT = 5e-6, 3e-3
 
 @pytest.fixture(scope="module")
 def cores():
-    return ck.Cores([*MIXES.values(), *SPREAD.values(), *WIDE, ROWS, SHARES, *COMMITS.values()])
+    return ck.Cores([*MIXES.values(), *WIDE, ROWS, SPREAD, SHARES, *COMMITS.values()])
 
 
 def row_slots(rows):
@@ -111,7 +110,7 @@ def test_every_sequence_of_few_rows_is_taken_once(cores, slots):
 def test_few_rows_give_the_same_bytes_by_quarters_and_halves(cores, slots):
     case = Kda(cores, 6, max(slots) + 1 or 1, len(slots))
     x = with_nan(case.inputs(len(slots)), ~live(slots))
-    same(case.mix(MIXES[MAIN], MAIN[0], slots, x), case.mix(SPREAD[len(slots)], 4, slots, x, blocks=4 * 6 * max(1, len(slots) // 2)))
+    same(case.mix(MIXES[MAIN], MAIN[0], slots, x), case.mix(SPREAD, 4, slots, x, blocks=4 * 6 * max(1, len(slots) // 2)))
 
 
 def test_bytes_do_not_depend_on_neighbours_slot_or_bucket(cores):

@@ -1,4 +1,5 @@
 """Benchmarks without a GPU: the floor they divide by, the checks that make a result void, and what they build into kernels."""
+import inspect
 import re
 import subprocess
 import tempfile
@@ -23,6 +24,7 @@ from k3cuda.plan import Taps, build_plan  # noqa: E402
 from k3cuda.runtime import cuda_bench  # noqa: E402
 from k3cuda.runtime import cuda_bench_checks as checks  # noqa: E402
 from k3cuda.runtime.cuda_bench import StepBench  # noqa: E402
+from k3cuda.runtime.cuda_decode import DecodeBench  # noqa: E402
 from k3cuda.runtime.cuda_kernels import compile_bucket  # noqa: E402
 from k3cuda.runtime.step_bytes import StepBytes  # noqa: E402
 from k3cuda.stages import GATHER, SCATTER  # noqa: E402
@@ -159,6 +161,14 @@ def test_weights_that_do_not_fit_are_no_matter_of_host_memory(monkeypatch):
             StepBench(headdims().cfg, 4, 2, "bf16")
 
 
+def test_no_attribute_of_a_bench_hides_a_method():
+    """A subclass's method that has the name of what `place` sets is there until something is placed."""
+    kept = {name for part in StepBench.__mro__[:-1] for f in vars(part).values() if inspect.isfunction(f) for name in re.findall(r"self\.(\w+)(?=(?:, self\.\w+)* = )", inspect.getsource(f))}
+    assert {"single", "sequences"} <= kept
+    methods = {name for cls in (StepBench, DecodeBench) for name, f in vars(cls).items() if inspect.isfunction(f) or isinstance(f, property)}
+    assert not kept & methods
+
+
 @pytest.mark.parametrize("wrong", [None, "kda_state", "conv_state", "logits"])
 def test_a_step_that_advances_must_leave_what_a_commit_leaves(wrong):
     session = {"kda_state": np.zeros((2, 3, 4), np.float32).view(OnDevice), "conv_state": np.zeros((2, 3, 4), np.uint16).view(OnDevice)}
@@ -174,7 +184,7 @@ def test_a_step_that_advances_must_leave_what_a_commit_leaves(wrong):
     def restore():
         for array in session.values():
             array[:] = 0
-    bench = SimpleNamespace(rows=3, backend=SimpleNamespace(replay=replay, stream=SimpleNamespace(synchronize=lambda: None)), memory=SimpleNamespace(session=session),
+    bench = SimpleNamespace(rows=3, backend=SimpleNamespace(replay=replay, stream=SimpleNamespace(synchronize=lambda: None)), memory=SimpleNamespace(buffer=session.__getitem__),
                             restore=restore, outputs=lambda: {n: a.copy() for n, a in out.items()})
     if wrong:
         with pytest.raises(BenchmarkError, match=rf"a step that advances.*{'logits' if wrong == 'logits' else 'state'} of rows \[2\]"):

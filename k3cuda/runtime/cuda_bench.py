@@ -50,7 +50,7 @@ class StepBench:
 
     Attributes:
         single: whether the placed step is one launch. declined: why it is not, though that was asked for.
-        parts: of the placed step, to be replayed one behind the other: step and commit, or one in which all rows stand, as a sequence's only row does.
+        replayed: of the placed step, to be replayed one behind the other: step and commit, or one in which all rows stand, as a sequence's only row does.
     Raises OutOfMemory: the weights do not fit.
     """
 
@@ -132,7 +132,7 @@ class StepBench:
         self.rows, self.sequences, self.rows_each, self.context = n, sequences, rows_each, context
         self.declined = self.backend.step_launches.declines(bucket_of(n)) if self.specialized else None
         self.single = self.specialized and not self.declined
-        self.parts = ("advance",) if rows_each == 1 and self.backend.advances(bucket_of(n)) and not self.single else ("step", "commit")
+        self.replayed = ("advance",) if rows_each == 1 and self.backend.advances(bucket_of(n)) and not self.single else ("step", "commit")
         self.backend.write(token_ids=self.rank * own + rng.integers(0, own, n), row_slot=np.repeat(np.arange(sequences), rows_each),
                             row_position=np.tile(np.arange(first, context), sequences), logit_rows=np.arange(n)[-DECODE_ROWS:], row_accepted=np.ones(n))
 
@@ -172,7 +172,7 @@ class StepBench:
         Raises BenchmarkError: a stage reads faster than the memory can, though not from a cache.
         """
         bucket, groups = bucket_of(self.rows), {}
-        for ops, launches in [group for part in self.parts for group in launch_groups(self.backend, part, bucket)]:
+        for ops, launches in [group for part in self.replayed for group in launch_groups(self.backend, part, bucket)]:
             if not names or ops[0].stage.name in names:
                 members = groups.setdefault(ops[0].stage.name, ([], []))
                 members[0].extend(ops)
@@ -242,4 +242,4 @@ class StepBench:
     def _timed_step(self, bucket: int) -> float:
         self.restore()
         be = self.backend
-        return self.timer.once(lambda: [be.replay(part, bucket, single=self.single and part == "step") for part in self.parts])
+        return self.timer.once(lambda: [be.replay(part, bucket, single=self.single and part == "step") for part in self.replayed])

@@ -79,7 +79,7 @@ def check_step(bench, walk: bool) -> dict:
     same_step(bench.replay(), want, "behind a step of other tokens, whose values lie in every exchange buffer")
 
     found = {"finite": True, "same_bytes_in_bucket": bucket, "same_bytes_rows": rows, "stale_exchange_buffers": True}
-    if bench.parts == ("advance",):
+    if bench.replayed == ("advance",):
         check_advance(bench, want)
         found["same_states_as_commit"] = True
     if single:   # behind it no buffer of a stage has been written
@@ -96,7 +96,7 @@ def check_advance(bench, want: dict) -> None:
     """A step all of whose rows stand gives what one with a commit behind it gives, and leaves the same states."""
     def states() -> list[np.ndarray]:   # a layer at a time: of many sequences they are larger than what else is copied
         bench.backend.stream.synchronize()
-        return [layer.get().reshape(len(layer), -1).view(np.uint32) for name in STATES for layer in bench.memory.session[name]]
+        return [layer.get().reshape(len(layer), -1).view(np.uint32) for name in STATES for layer in bench.memory.buffer(name)]
 
     bucket = bucket_of(bench.rows)
     for part in ("step", "commit"):

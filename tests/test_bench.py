@@ -229,7 +229,7 @@ def test_stages_find_what_a_step_leaves_and_are_judged_by_the_experts_they_read(
     be = ToyStep(released, rows=3)
     bench = object.__new__(StepBench)   # nothing of a device
     bench.backend, bench.cfg, bench.kv_cache_dtype, bench._states, bench.ceiling = be, released.cfg, "fp8_e4m3", {}, 1e30
-    bench.rows, bench.sequences, bench.context, bench.parts = 3, 3, 1, ("step", "commit")
+    bench.rows, bench.sequences, bench.context, bench.replayed = 3, 3, 1, ("step", "commit")
     bench.memory = SimpleNamespace(buffer={"expert_ids": be.ids.view(OnDevice)}.get)
     read = []
 

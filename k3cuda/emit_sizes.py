@@ -10,9 +10,10 @@ from .tables import tables_of
 from .weights import MMA_K, tree_leaves
 
 MAX_SHARED = 227 * 1024  # bytes of shared memory a block can have, on every architecture we compile for
-CACHE_BLOCK = 64   # elements of a cache row that the copy engine brings together (mla_core.cuh)
+CACHE_BLOCK = 64   # elements of a cache row inside which its 16-byte units change places (mla_work.cuh)
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, DECODE_ROWS)
 ROW_BUCKETS = (*DECODE_BUCKETS, 128, 256, 512, MAX_ROWS)  # a step runs in the smallest that holds its rows
+FEW_ROWS = 8  # the most of a step in whose middle of KDA several blocks share a head, and whose states a commit advances: there it costs less (docs/kernels.md)
 LEAF_SUM_ROWS = 16  # the fewest of a step with which a product may leave sums of leaves in memory
 H200_SMS = 132  # what a build for no device in particular spreads over
 # Multiprocessors of the GPUs of an architecture: a cubin is for one number, since kernels spread over all of them. H200 as its driver
@@ -38,7 +39,7 @@ def sizes(plan: Plan | DraftPlan, rows: int, kv: str, sms: int, forced_experts: 
     lines = ["#pragma once", "// Sizes of the whole model.", *_integers(whole)]
     lines += ["// One rank's part of a size that is cut.", f"constexpr int kRanks = {tp}, kRows = {rows}, kSms = {sms};",
               f"constexpr int kGroup = {plan.dcp};   // ranks that hold the MLA cache together",
-              f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)};",
+              f"constexpr int kHeadRows = {min(rows, DECODE_ROWS)}, kFewRows = {FEW_ROWS};",
               f"constexpr bool kHasLeafSums = {str(has_leaf_sums(plan, rows)).lower()};   // a product may have a second kernel, which adds them",
               f"constexpr int kParts = {parts};   // of a stacked buffer: the ranks', or their sum"]
     cut = sorted(({b.shape[b.cut] for b in (*t.buffers.values(), *t.absent) if b.cut is not None} | {"mla_q_dim"}) & set(whole))

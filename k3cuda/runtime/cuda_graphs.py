@@ -2,6 +2,7 @@
 from contextlib import suppress
 
 from ..emit import Probes, launches_of
+from ..emit_sizes import FEW_ROWS
 from ..plan import Op, Plan
 from .cuda_driver import Device, Launch
 from .cuda_kernels import BucketKernels, compile_bucket
@@ -10,8 +11,6 @@ from .cuda_memory import RankMemory
 from .cuda_step_io import Half, StepIO
 from .cuda_trace import TraceMemory
 from .loading import Loading
-
-FEW_ROWS = 8   # of a step whose kernels have a cluster a row and head: there the commit costs less (docs/kernels.md)
 
 
 class StepGraphs:

@@ -39,13 +39,13 @@ K3_DEVICE KdaMix kda_middle(const Step& s, const OpArgs& op) {
           w_kda_f_b_proj(op), w_kda_a_log(op), w_kda_dt_bias(op), w_kda_q_conv(op), w_kda_k_conv(op), w_kda_v_conv(op), w_kda_o_norm(op),
           kda_k(s, op), kda_v(s, op), kda_decay(s, op), mixer_out(s), kGateLowerBound, kL2normEps, kRmsNormEps, op.advances};
 }
-constexpr bool kKdaByRows = kRows > 8;
+constexpr bool kKdaByRows = kRows > kFewRows;
 typedef KdaShape<kKdaHeadDim, kConvWidth, 1, 4, 256> KdaRowsLayout;
 // Blocks of 512 threads: the conv's channels and the decay's products meet in few warps.
 typedef KdaShape<kKdaHeadDim, kConvWidth, 4, 2, 512> KdaQuarterLayout;
 typedef KdaShape<kKdaHeadDim, kConvWidth, 2, 2, 512> KdaHalfLayout;
 // A commit of many sequences is bound by its bytes, out and in: the more state in flight the better.
-typedef KdaShape<kKdaHeadDim, kConvWidth, kRows <= 8 ? 2 : 1, kRows <= 8 ? 2 : 4> KdaCommitLayout;
+typedef KdaShape<kKdaHeadDim, kConvWidth, kKdaByRows ? 1 : 2, kKdaByRows ? 4 : 2> KdaCommitLayout;
 
 struct kda_mix : StageDefaults {
   static constexpr int kLanes = max_of(1, kKdaByRows ? min_of(kRows, kSms / kOwnKdaNumHeads) : kRows / 2), kCluster = kKdaByRows ? 1 : KdaQuarterLayout::kSplit,
@@ -113,7 +113,7 @@ struct kda_norm : StageDefaults {
 
 // Every KDA layer in one launch.
 struct kda_commit : StageDefaults {
-  static constexpr int kResident = kRows <= 8 ? 1 : 2;
+  static constexpr int kResident = kKdaByRows ? 2 : 1;
   static constexpr int kLanes = kRows < 4 ? kRows : 4;   // sequences of a step are dealt to so many blocks
   static constexpr int kBlocks = kNumKdaLayers * kOwnKdaNumHeads * KdaCommitLayout::kSplit, kBlocksY = kLanes, kThreads = KdaCommitLayout::kThreads,
                        kSmem = sizeof(KdaCommitSmem<KdaCommitLayout>);

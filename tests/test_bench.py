@@ -163,7 +163,8 @@ def test_weights_that_do_not_fit_are_no_matter_of_host_memory(monkeypatch):
 
 def test_no_attribute_of_a_bench_hides_a_method():
     """A subclass's method that has the name of what `place` sets is there until something is placed."""
-    kept = {name for part in StepBench.__mro__[:-1] for f in vars(part).values() if inspect.isfunction(f) for name in re.findall(r"self\.(\w+)(?=(?:, self\.\w+)* = )", inspect.getsource(f))}
+    kept = {name for f in vars(StepBench).values() if inspect.isfunction(f)
+            for name in re.findall(r"self\.(\w+)(?=(?:, self\.\w+)* = )", inspect.getsource(f))}
     assert {"single", "sequences"} <= kept
     methods = {name for cls in (StepBench, DecodeBench) for name, f in vars(cls).items() if inspect.isfunction(f) or isinstance(f, property)}
     assert not kept & methods
@@ -184,8 +185,8 @@ def test_a_step_that_advances_must_leave_what_a_commit_leaves(wrong):
     def restore():
         for array in session.values():
             array[:] = 0
-    bench = SimpleNamespace(rows=3, backend=SimpleNamespace(replay=replay, stream=SimpleNamespace(synchronize=lambda: None)), memory=SimpleNamespace(buffer=session.__getitem__),
-                            restore=restore, outputs=lambda: {n: a.copy() for n, a in out.items()})
+    bench = SimpleNamespace(rows=3, backend=SimpleNamespace(replay=replay, stream=SimpleNamespace(synchronize=lambda: None)), restore=restore,
+                            memory=SimpleNamespace(buffer=session.__getitem__), outputs=lambda: {n: a.copy() for n, a in out.items()})
     if wrong:
         with pytest.raises(BenchmarkError, match=rf"a step that advances.*{'logits' if wrong == 'logits' else 'state'} of rows \[2\]"):
             checks.check_advance(bench, bench.outputs())

@@ -133,7 +133,8 @@ def page(folder: Path = FOLDER) -> str:
              "weights on one GPU,\nunless a table says otherwise. `scripts/gpu.sh NAME` makes a file; under a table stands the command that made this one."]
     parts += [targets(data, causes), CHECKS.rstrip()]
     parts += [made for name, make in (("step", whole_steps), ("step", stages), ("step", latent_attention), ("experts", experts), ("hops", hops),
-                                      ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading), ("decode", partial(decoding, name="decode")), ("decode_plain", partial(decoding, name="decode_plain")),
+                                      ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading),
+                                      *((name, partial(decoding, name=name)) for name in ("decode", "decode_plain")),
                                       ("decode", drafts), ("collectives-2", partial(ranks.collectives, table=table, source=source)),
                                       ("rank_steps", partial(ranks.rank_steps, table=table, source=source))) if name in data and (made := make(data[name]))]
     parts += [ranks.scaling([data[name] for name in RANK_FILES[2:]], table, source)] if all(name in data for name in RANK_FILES[2:]) else []

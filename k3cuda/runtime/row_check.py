@@ -63,7 +63,8 @@ class RowCheck:
         opens = place == 0
         opens[1:] = slots[1:] != slots[:-1]
         first = np.maximum.accumulate(np.where(opens, place, 0))   # row that opens the sequence
-        if len(set(slots.tolist())) != opens.sum():
+        stepped = set(slots.tolist())
+        if len(stepped) != opens.sum():
             raise PlanError("rows of one slot are not neighbours")
         want = self._lengths[slots] + place - first
         wrong = (rows.positions != want) | (want >= self.max_model_len)
@@ -76,8 +77,9 @@ class RowCheck:
             raise PlanError(f"slot {slots[r]}: no token was drawn for position {rows.positions[r]}")
         if unknown := set(rows.token_ids[rows.token_ids <= AS_DRAFTED].tolist()) - self._drafted:
             raise PlanError(f"token id {max(unknown)} stands for no draft of the last proposal")
-        self._sound(set(slots.tolist()))
-        self._torn |= set(slots.tolist()) if rows.stand else set()
+        self._sound(stepped)
+        if rows.stand:
+            self._torn |= stepped
         self.rows, self._committed = rows, False
 
     def draws(self, count: int) -> list[int]:

@@ -4,15 +4,16 @@
 
 The first kernel of a step notes when it began, the last one when it was done. What lies between one step's end and the next one's begin
 is time that the host, or the launch of a graph, has lost. For `tiny-random` and for a few layers of one rank of the released one with
-made weights, whose tokens mean nothing. Writes $OUT/idle.json where OUT is set.
+made weights, whose tokens mean nothing.
 """
 import json
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+
+import click
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from first_layers import first_layers  # noqa: E402
@@ -23,6 +24,7 @@ from k3cuda.runtime.cuda_synthetic import synthetic_weights  # noqa: E402
 from k3cuda.runtime.engine import Engine  # noqa: E402
 from k3cuda.runtime.request import Request  # noqa: E402
 from k3cuda.runtime.sampling import SamplingParams  # noqa: E402
+from k3cuda.runtime.surroundings import surroundings  # noqa: E402
 from k3cuda.runtime.tiny_random import TINY_RANDOM, open_tiny_random  # noqa: E402
 
 STEPS, SKIPPED = 300, 40   # of a run; the first ones capture graphs and see prompts
@@ -83,17 +85,21 @@ def run(name: str, backend: CudaBackend, rows: int, times: list, **sampling) -> 
             "step_us_median": round(statistics.median(inside), 2), "wall_us_a_step": round(wall * 1e6, 1)}
 
 
-def main():
-    results = []
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the JSON here as well.")
+def main(output):
+    found = []
     for name, make in ((TINY_RANDOM, tiny), (f"{LAYERS} layers of rank {RANK} of {TP}", released)):
         backend, times = make(), []
         watched(backend, times)
         for rows, sampling in CASES:
-            results.append(run(name, backend, rows, times, **sampling))
-            print(backend.gpu, results[-1], flush=True)
+            found.append(run(name, backend, rows, times, **sampling))
+            print(found[-1], file=sys.stderr, flush=True)
         backend.close()
-    if os.environ.get("OUT"):
-        (Path(os.environ["OUT"]) / "idle.json").write_text(json.dumps(results, indent=1))
+    text = json.dumps({"cases": found} | surroundings(open_device(), "python scripts/bench_idle.py"), indent=1)
+    print(text)
+    if output:
+        output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # Ranks of several GPUs run without NVLink's multicast (NVLS): collectives here are unicast, and a program that uses it can stop all GPUs of a host that
 # others share.
-names="tests, sanitize, step, one_launch, one_launch_hops, one_launch_decode, stages, experts, hops, torch, prefill, idle, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, scaling, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
+names="tests, sanitize, step, one_launch, one_launch_hops, one_launch_decode, stages, experts, hops, torch, prefill, idle, first_token, official, bench_core, bench_cores, bench_mla, bench_sample, collectives, ranks, rank_steps, scaling, trace, load, rehearse, train, quality, draft, decode, decode_plain, launch"
 name=${1:?"name one of: $names"}
 shift
 k3cuda() { python3 -m k3cuda "$@"; }
@@ -38,10 +38,11 @@ case $name in
   hops) k3cuda bench step -v --rank 3 --rows 1,8 --hop-delay-us 0,2.5 --output "$out/hops.json" "$@" ;;
   torch) python3 scripts/compare_torch.py --output "$out/torch.json" "$@" ;;
   prefill) k3cuda bench prefill -v --rank 3 --prompt 8K --experts 887 --stages --output "$out/prefill.json" "$@" ;;
-  idle) OUT=$out python3 scripts/bench_idle.py "$@" ;;
+  idle) python3 scripts/bench_idle.py --output "$out/idle.json" "$@" ;;
+  first_token) python3 scripts/bench_first_token.py --output "$out/first_token.json" "$@" ;;
   decode) k3cuda bench decode -v --tp 16 --batch 1,2,4,8 --draft-tokens 7 --acceptance-length 6 --input-len 1 --output-len 1000 --output "$out/decode.json" "$@" ;;
   decode_plain) k3cuda bench decode -v --tp 16 --batch 1,2,4,8,16,32,64 --input-len 1 --output-len 200 --output "$out/decode_plain.json" "$@" ;;
-  official) for part in step one_launch one_launch_hops one_launch_decode experts hops torch prefill idle load decode decode_plain; do sh scripts/gpu.sh "$part"; done ;;
+  official) for part in step one_launch one_launch_hops one_launch_decode experts hops torch prefill idle first_token load decode decode_plain; do sh scripts/gpu.sh "$part"; done ;;
   # One whole rank of a stand-in of the release in holes; it also writes 16 GB really, to measure the disk.
   load) python3 scripts/load_rank.py --output "$out/load.json" "$@" ;;
   stages) k3cuda bench stage -v --rank 3 --rows 1,8,64 --context 8K "$@" ;;

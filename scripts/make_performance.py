@@ -13,11 +13,12 @@ from typing import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts")]
+import performance_host as host  # noqa: E402
 import performance_ranks as ranks  # noqa: E402
 
 FOLDER, PAGE = ROOT / "docs/benchmarks", ROOT / "docs/performance.md"
 # `scripts/gpu.sh NAME` makes each of them, on a GPU.
-FILES = ("step", "one_launch", "one_launch_hops", "one_launch_decode", "experts", "hops", "torch", "prefill", "idle", "load", "decode", "decode_plain")
+FILES = ("step", "one_launch", "one_launch_hops", "one_launch_decode", "experts", "hops", "torch", "prefill", "idle", "first_token", "load", "decode", "decode_plain")
 RANK_FILES = ("collectives-2", "rank_steps", "rank_steps-1", "rank_steps-2")   # on two, by `scripts/gpu.sh ranks`, `rank_steps` and `scaling`
 STAGE_ROWS, STAGE_CONTEXT = (1, 8, 64), 8192
 LONG = 131072
@@ -63,7 +64,11 @@ def prompts(data):
 
 def idle(data):
     """Of layers of a rank, which the target is about."""
-    return [case["idle_us_median"] for case in data.get("idle", ()) if "of rank" in case["model"]]
+    return [case["idle_us_median"] for case in data.get("idle", {}).get("cases", ()) if "of rank" in case["model"]]
+
+
+def first_tokens(data):
+    return [model["first_token_s_median"] for model in data.get("first_token", {}).get("models", ())]
 
 
 def loss_by_hops(data):
@@ -96,6 +101,7 @@ TARGETS = (
     Target("mla_8", "latent attention at 128K, FP8 cache, 8 rows", "at least 65 % of the ceiling", 65, False, attention(8), "{:.0f}"),
     Target("prefill", "prefill, 8K prompt", "at least 8,000 tokens a second", 8000, False, prompts, "{:,.0f}"),
     Target("idle", "GPU idle between steps of a rank's layers, median", "at most 5 µs", 5, True, idle),
+    Target("first_token", "first token of a small model from process start, kernels in the cache", "at most 1.5 s", 1.5, True, first_tokens),
     Target("draft_share", "context rows, 7 drafts and acceptance over the 8-row step", "at most 8 %", 8, True, draft_share, "{:.1f}"),
 )
 
@@ -133,7 +139,8 @@ def page(folder: Path = FOLDER) -> str:
              "weights on one GPU,\nunless a table says otherwise. `scripts/gpu.sh NAME` makes a file; under a table stands the command that made this one."]
     parts += [targets(data, causes), CHECKS.rstrip()]
     parts += [made for name, make in (("step", whole_steps), ("step", stages), ("step", latent_attention), ("experts", experts), ("hops", hops),
-                                      ("torch", torch), ("prefill", prefill), ("idle", gaps), ("load", loading),
+                                      ("torch", torch), ("prefill", prefill),
+                                      *((name, partial(make, table=table, source=source)) for name, make in (("idle", host.gaps), ("first_token", host.starts), ("load", host.loading))),
                                       *((name, partial(decoding, name=name)) for name in ("decode", "decode_plain")),
                                       ("decode", drafts), ("collectives-2", partial(ranks.collectives, table=table, source=source)),
                                       ("rank_steps", partial(ranks.rank_steps, table=table, source=source))) if name in data and (made := make(data[name]))]
@@ -268,24 +275,6 @@ def drafts(found: dict) -> str:
              f"{100 * p['draft_share']:.1f}"] for batch, p in parts]
     head = ["requests", "rows", "step and commit, ms", "x floor", "context rows, µs", "blocks and drafts, µs", "acceptance, µs", "these over the step, %"]
     return f"## What drafts add to a step\n\n{table(head, rows)}" if rows else ""
-
-
-def gaps(found: list) -> str:
-    rows = [[c["model"], c["rows"], c["sampling"], c["idle_us_median"], c["idle_us_p99"], c["step_us_median"]] for c in found]
-    slow = [f"{c['rows']} rows of {c['model']}: {c['idle_us_median']:.0f} µs of {c['wall_us_a_step']:.0f} a step" for c in found if "of rank" not in c["model"] and c["idle_us_median"] > 5]
-    behind = f"\n\nWhere a step is shorter than what the host does for it the GPU waits: {'; '.join(slow)}." if slow else ""
-    return "## Between steps\n\n" + table(["model", "rows", "sampling", "idle, µs, median", "99th percentile", "step, µs"], rows) + behind + "\n\n`idle.json`"
-
-
-def loading(found: dict) -> str:
-    disk, phases = found["storage"], found["loading"]
-    rows = [["weights of the rank", f"{found['weights_bytes'] / 1e9:.1f} GB"], ["read for them", f"{phases['read_bytes'] / 1e9:.1f} GB, {phases['mode']}"],
-            ["load", f"{found['load_s']:.1f} s"], ["read", f"{found['read_gb_s']:.1f} GB/s"], ["kept", f"{found['weights_gb_s']:.2f} GB/s"],
-            ["check before it", f"{found['check_s']:.1f} s"], ["host memory, at most", f"{found['host_bytes'] / 1e9:.2f} GB (allowed {found['host_bytes_allowed'] / 1e9:.2f})"],
-            ["sampled tensors, of them wrong", f"{found['samples']}, {found['samples_wrong']}"],
-            ["this machine's disk, on a file that was written", f"{disk['read_gb_s']:.2f} GB/s read, {disk['write_gb_s']:.2f} written ({disk['mode']})"]]
-    return (f"## Loading a rank\n\nRank {found['rank']} of {found['tp']} alone, {found['layers']} layers, from a stand-in of the release ({found['label']}).\n\n"
-            f"{table(['what', 'measured'], rows)}" + source("load", found))
 
 
 if __name__ == "__main__":

@@ -55,11 +55,11 @@ def test_a_table_is_there_only_if_its_file_is(folder):
     page = made.page(path)
     assert "| 1 | 1 | 8K | 2.500 |" in page and "| 1 | 1 | 128K | 3.000 |" in page and "64 rows of 64 at 128K not run: no room" in page
     assert "| `mla_attend` | 24 | 10.0 | 50 |" in page and "| `route` | 24 | 10.0 |  |" in page and "| all of a step |  | 480 |" in page
-    assert "## Against torch" not in page and "Not measured yet: `one_launch`, `one_launch_hops`, `one_launch_decode`, `experts`, `hops`, `torch`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
+    assert "## Against torch" not in page and "Not measured yet: `one_launch`, `one_launch_hops`, `one_launch_decode`, `experts`, `hops`, `torch`, `prefill`, `idle`, `first_token`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
     put("torch", layers=9, mb=79.0, comparison=[{"rows": 1, "torch_us": 44.6, "ours_us": 20.0, "ratio": 2.23, "torch_with_f_b_us": 47.0, "ours_with_kda_mix_us": 22.0,
                                                  "ratio_with_middle": 2.14, "floor_us": 17.3}])
     page = made.page(path)
-    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `one_launch`, `one_launch_hops`, `one_launch_decode`, `experts`, `hops`, `prefill`, `idle`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
+    assert "| 1 | 44.6 | 20.0 | 2.23 |" in page and "torch 2.11" in page and "Not measured yet: `one_launch`, `one_launch_hops`, `one_launch_decode`, `experts`, `hops`, `prefill`, `idle`, `first_token`, `load`, `decode`, `decode_plain`, `collectives-2`, `rank_steps`, `rank_steps-1`, `rank_steps-2`." in page
 
 
 def test_the_worst_of_all_contexts_is_judged_and_a_miss_needs_its_cause(folder):
@@ -89,9 +89,10 @@ def test_every_other_table(folder):
     put("experts", steps=[step(8, forced_experts=120, ratio=1.4)], stages=[group(8, 8192, stage("expert_up", 0.9), stage("moe_down", 0.7), forced=120)])
     put("hops", steps=[step(hop_delay_us=2.5, delayed_hops=462)])
     put("prefill", prompts=[{"context": 8192, "steps": 32, "ms": 800.0, "rows_a_second": 10240.0, "ratio_to_floor": 1.3}])
-    (path / "idle.json").write_text(json.dumps([
+    put("idle", cases=[
         {"model": "8 layers of rank 3 of 16", "rows": 1, "sampling": "temperature 0", "idle_us_median": 2.5, "idle_us_p99": 3.0, "step_us_median": 900.0, "wall_us_a_step": 903.0},
-        {"model": "tiny", "rows": 64, "sampling": "temperature 0", "idle_us_median": 70.0, "idle_us_p99": 80.0, "step_us_median": 30.0, "wall_us_a_step": 100.0}]))
+        {"model": "tiny", "rows": 64, "sampling": "temperature 0", "idle_us_median": 70.0, "idle_us_p99": 80.0, "step_us_median": 30.0, "wall_us_a_step": 100.0}])
+    put("first_token", models=[{"model": "tiny", "decode_backend": "standard", "runs": 10, "first_token_s_median": 1.214, "first_token_s_max": 1.4, "load_s_median": 0.21}])
     requests = {"spec_decode_acceptance_length": 6.0, "median_ttft_ms": 9.0, "median_tpot_ms": 1.2, "median_e2el_ms": 1500.0}
     decoded = {"batch": 1, "rows": 8, "tp": 16, "rank": 0, "ms": 7.25, "tokens_per_second": 830.0, "requests": requests,
                "step": step(8, ratio=3.0) | {"context_us": 40.4, "draft_us": 240.0, "accept_us": 39.6, "draft_share": 0.0533}}
@@ -102,6 +103,7 @@ def test_every_other_table(folder):
     for line in ("| 1 | 8 | 830.0 | 6.00 | 7.250 | 9.00 | 1.200 | 1.500 |", "| 1 | 1 | 830.0 |  | 7.250 | 9.00 | 1.200 | 1.500 |", "7 drafts a step, synthetic acceptance of length 6.0",
                  "| 1 | 8 | 6.000 | 3.00 | 40 | 240 | 40 | 5.3 |", "| context rows, 7 drafts and acceptance over the 8-row step | at most 8 % | 5.3 | yes |", "| 8 | 120 | 2.800 | 1.40 | 10.0 (90) | 10.0 (70) |", "| 1 | 2.5 | 462 | 2.500 | 1.25 |", "| 8K | 32 | 800.0 | 10,240 | 1.30 |", "| tiny | 64 |",
                  "| prefill, 8K prompt | at least 8,000 tokens a second | 10,240 | yes |", "| GPU idle between steps of a rank's layers, median | at most 5 µs | 2.50 | yes |",
+                 "kernels in the cache | at most 1.5 s | 1.21 | yes |", "| `tiny` | standard | 10 | 1.21 | 1.40 | 0.21 |",
                  "the GPU waits: 64 rows of tiny: 70 µs of 100 a step."):
         assert line in page, line
 

@@ -40,7 +40,7 @@ class LLM:
         dcp: how many ranks hold the MLA cache together, a divisor of `tp`; 1: every rank holds all of it.
         ranks: "virtual": all in this process; "processes": each in its own, with `rendezvous_timeout` seconds to meet; "auto": as a launcher, or a GPU for each, asks.
         collectives: what carries them between processes that have a GPU each: "nccl", or "peer", inside a kernel, where their memory can be mapped.
-        decode_backend: "auto", "reference" (or "ref"), "standard", "latency_specialized".
+        decode_backend: "reference" (or "ref"), "standard", "latency_specialized", or "auto": the fastest that runs here (runtime/auto_backend.py).
         max_model_len: tokens of prompt and answer together; None: what fits, at most the model's own limit.
         max_batch: requests that run at once, 1 to 64; more are queued. None: 8, or as many as fit one step with their drafts.
         kv_cache_dtype: "auto" (as the activations; "bf16" on a GPU), "f32" (reference only), "bf16" or "fp8_e4m3".

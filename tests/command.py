@@ -15,6 +15,7 @@ COMMAND = [sys.executable, "-m", "k3cuda"]
 # Nothing of the caller's settings, and no install needed.
 ENVIRONMENT = {n: v for n, v in os.environ.items() if not n.startswith("K3CUDA_") and n not in ("NO_COLOR", "PYTHONIOENCODING")}
 ENVIRONMENT["PYTHONPATH"] = str(ROOT)
+ENVIRONMENT["K3CUDA_DECODE_BACKEND"] = "reference"   # where nobody names one: the same on every machine
 ENVIRONMENT["XDG_STATE_HOME"] = os.devnull   # no folder: nothing is left where the caller keeps things
 
 

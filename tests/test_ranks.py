@@ -19,7 +19,7 @@ from k3cuda.runtime.launch import Launch
 from k3cuda.runtime.machine import Gpu
 from k3cuda.runtime.made_config import made_config
 from k3cuda.runtime.made_model import MadeCheckpoint
-from k3cuda.runtime.open_model import _choose_backend
+from k3cuda.runtime.open_model import _require_gpu
 from k3cuda.runtime.rank_backend import CHECK_EVERY, RankedBackend, follow
 from k3cuda.runtime.rank_calls import DECODE, ENCODE
 from k3cuda.runtime.rank_job import Job, open_job
@@ -132,9 +132,9 @@ def test_a_rank_opens_no_gpu_but_its_own(monkeypatch):
     monkeypatch.setattr("k3cuda.runtime.cuda_driver.require_gpu", opened.append)
     gpus(monkeypatch, 4)
     job = Job(Launch("x", 6, 8, 2, 4, "h", 1, "t"), 8, {}, {}, 1)
-    _choose_backend("standard", "f32", job), _choose_backend("standard", "f32", None)
+    _require_gpu("standard", "f32", job), _require_gpu("standard", "f32", None)
     gpu.problem = "no NVIDIA driver"
-    _choose_backend("standard", "f32", Job(None, 8, {}, {}, 1))
+    _require_gpu("standard", "f32", Job(None, 8, {}, {}, 1))
     assert opened == [2, 0, 0]
 
 

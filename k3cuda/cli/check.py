@@ -21,15 +21,17 @@ def check(model, tp, hash, hash_manifest, no_progress, json, output, draft_model
     Exit code 0: nothing; 3: files missing, damaged or not matching; 4: not enough memory and nothing else.
     """
     from ..runtime import preflight
+    from ..runtime.auto_backend import auto_backend
     from ..runtime.hash_check import add_hashes
-    from ..runtime.machine import probe_driver
+    from ..runtime.machine import REFERENCE, VIRTUAL, probe_driver
 
     if hash_manifest and not hash:
         raise UsageError("--hash-manifest without --hash records nothing", "add --hash")
     result = Result(output)
     if num_speculative_tokens is not None and draft_model is None:
         raise UsageError(f"--num-speculative-tokens: found {num_speculative_tokens}, but there is no draft model", "give one with it, or leave it out")
-    report = preflight.check(model, tp=tp, draft=draft_model, num_drafts=num_speculative_tokens)
+    is_reference = auto_backend(model, draft_model, tp=tp or 1, ranks=VIRTUAL) == REFERENCE   # else the host's memory need not hold the weights
+    report = preflight.check(model, tp=tp, draft=draft_model, is_reference=is_reference, num_drafts=num_speculative_tokens)
     preflight.add_gpu_memory(report, probe_driver().gpus)
     if hash:
         add_hashes(report, hash_manifest, not no_progress and shows_progress())

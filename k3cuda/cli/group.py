@@ -18,7 +18,7 @@ log = logging.getLogger("k3cuda")
 
 READER_GONE = 141   # what a shell shows for a program that SIGPIPE ended
 # Variables that no flag of this version has; those of later parts of the program are known so that nobody is warned of them.
-OTHER_VARIABLES = {"K3CUDA_API_KEY", "K3CUDA_CACHE_DIR", "K3CUDA_COMMIT", "K3CUDA_CUBIN_DIR", "K3CUDA_JOB_TOKEN", "K3CUDA_OFFLINE", "K3CUDA_SHARE_GPU"}
+OTHER_VARIABLES = {"K3CUDA_API_KEY", "K3CUDA_CACHE_DIR", "K3CUDA_COMMIT", "K3CUDA_CUBIN_DIR", "K3CUDA_DECODE_BACKEND", "K3CUDA_JOB_TOKEN", "K3CUDA_OFFLINE", "K3CUDA_SHARE_GPU"}
 
 
 class Terminated(KeyboardInterrupt):

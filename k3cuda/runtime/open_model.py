@@ -8,6 +8,7 @@ from ..config import DECODE_ROWS, token_ids
 from ..context_split import check_dcp
 from ..draft_config import misfits
 from ..errors import CheckpointError, ConfigError, K3Error, UsageError
+from .auto_backend import auto_backend
 from .backend import Backend
 from .block_reader import AUTO as AUTO_MODE
 from .block_reader import MODES
@@ -16,7 +17,7 @@ from .downloads import check_is_here
 from .drafting import SYNTHETIC, Drafting, check_options
 from .launch import Launch
 from .loading import Loading
-from .machine import AUTO, COLLECTIVES, DECODE_BACKENDS, LATENCY_SPECIALIZED, NCCL, NOT_AUTO, ON_GPU, PEER, REFERENCE, STANDARD, probe_driver
+from .machine import AUTO, COLLECTIVES, DECODE_BACKENDS, LATENCY_SPECIALIZED, NCCL, ON_GPU, PEER, REFERENCE, STANDARD, probe_driver
 from .rank_job import Job, open_job
 from .rendezvous import TIMEOUT_S
 from .repack_manifest import default_tp
@@ -61,13 +62,17 @@ def open_model(model, draft_model=None, *, tp=None, dcp=1, decode_backend=AUTO, 
     if isinstance(model, Model):
         return model
     tp = default_tp(model) if tp is None else tp
+    if decode_backend == AUTO:   # before ranks are asked for, which all have to have the same one
+        decode_backend = auto_backend(model, draft_model, tp=tp, ranks=ranks, place=place, activation_dtype=activation_dtype, kv_cache_dtype=kv_cache_dtype)
     given = {"tp": tp, "dcp": dcp, "decode_backend": decode_backend, "max_model_len": max_model_len, "max_batch": max_batch, "kv_cache_dtype": kv_cache_dtype,
              "activation_dtype": activation_dtype, "prefix_cache": prefix_cache, "load_mode": load_mode, "collectives": collectives, **drafting}
     job = open_job(ranks, place, model, draft_model, given, rendezvous_timeout)
     checkpoint = draft = None
     try:
         try:
-            chosen = _choose_backend(decode_backend, activation_dtype, job)
+            chosen = choice("decode_backend", decode_backend, (AUTO, *DECODE_BACKENDS))
+            if chosen in ON_GPU:
+                _require_gpu(chosen, activation_dtype, job)
             kv_cache_dtype = choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
             activation_dtype = choice("activation_dtype", activation_dtype, ACTIVATION_DTYPES)
             if choice("collectives", collectives, COLLECTIVES) == PEER and not (job and chosen in ON_GPU):
@@ -136,22 +141,15 @@ def choice(name: str, value, names: tuple[str, ...]) -> str:
     return found
 
 
-def _choose_backend(decode_backend, activation_dtype, job: Job | None) -> str:
-    """One of DECODE_BACKENDS. `auto` is the reference, whatever GPU there is; machine.py says why it is no other one."""
-    name = choice("decode_backend", decode_backend, (AUTO, *DECODE_BACKENDS))
-    if name == AUTO:
-        for other, why in NOT_AUTO.items() if probe_driver().gpus else ():   # elsewhere nothing else could run
-            log.info("decode_backend %s is %s, not %s: %s", AUTO, REFERENCE, other, why)
-        return REFERENCE
-    if name in ON_GPU:
-        if activation_dtype != "f32":
-            raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {name!r} has its own precisions", "leave it out")
-        from .cuda_driver import require_gpu
+def _require_gpu(chosen: str, activation_dtype, job: Job | None) -> None:
+    """Raises UsageError, or DeviceError, where the backend cannot run so, or not here."""
+    if activation_dtype != "f32":
+        raise UsageError(f"activation_dtype: found {activation_dtype!r:.60}, but {chosen!r} has its own precisions", "leave it out")
+    from .cuda_driver import require_gpu
 
-        if job and not probe_driver().problem:
-            job.choose_gpu()   # first: a rank that opens another's GPU, too, leaves a context there
-        require_gpu((job and job.device) or 0)
-    return name
+    if job and not probe_driver().problem:
+        job.choose_gpu()   # first: a rank that opens another's GPU, too, leaves a context there
+    require_gpu((job and job.device) or 0)
 
 
 def _reference(checkpoint, options: dict, activation_dtype: str, drafting: Drafting | None) -> Backend:

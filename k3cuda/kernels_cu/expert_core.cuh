@@ -183,7 +183,7 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       }
     }
     __syncwarp();
-    warp_arrive(stored + buffer);
+    warp_arrive(stored + buffer, lane_id());
     const int i = (warp_id() + turn) % S::kWK * kWarpSize + lane_id();   // of the unit's values, this thread's first
     if (i - lane_id() < count * kTileRows) {
       barrier_wait(stored + buffer, parity);
@@ -196,6 +196,6 @@ K3_DEVICE void expert_up_product(const u8* w, int tile_pairs, const bf16* x, int
       }
       __syncwarp();
     }
-    warp_arrive(taken + buffer);
+    warp_arrive(taken + buffer, lane_id());
   }
 }

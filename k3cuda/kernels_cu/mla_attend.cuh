@@ -27,18 +27,18 @@ K3_DEVICE void mla_attend(const MlaAttend& a, MlaSmem<S>& m, Ready ready, const 
   if (by.thread() == kWarpSize) {
     for (int i = 0; i < S::kRing; ++i) {
       barrier_init(&m.full[i], 1);
-      barrier_init(&m.empty[i], 8);
+      barrier_init(&m.empty[i], 8 * kWarpArrivals);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(&m.weight_full[i], 4);
-      barrier_init(&m.top_full[i], 4);
-      barrier_init(&m.weight_empty[i], 9);
+      barrier_init(&m.weight_full[i], 4 * kWarpArrivals);
+      barrier_init(&m.top_full[i], 4 * kWarpArrivals);
+      barrier_init(&m.weight_empty[i], 9 * kWarpArrivals);
       barrier_init(&m.item_full[i], 1);
-      barrier_init(&m.item_empty[i], S::kWarps - 1);
-      barrier_init(&m.query_full[i], 2);
-      barrier_init(&m.query_empty[i], 4 * S::kSets);
+      barrier_init(&m.item_empty[i], (S::kWarps - 1) * kWarpArrivals);
+      barrier_init(&m.query_full[i], 2 * kWarpArrivals);
+      barrier_init(&m.query_empty[i], 4 * S::kSets * kWarpArrivals);
     }
-    for (int i = 0; i < 4; ++i) barrier_init(&m.sum_full[i], 1);
+    for (int i = 0; i < 4; ++i) barrier_init(&m.sum_full[i], kWarpArrivals);
     barrier_fence_init();
   }
   by.sync();

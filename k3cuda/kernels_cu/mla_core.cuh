@@ -313,9 +313,7 @@ K3_DEVICE void mla_prepare(const MlaAttend& a, MlaSmem<S>& m, int warp, const By
       mla_load_queries<S, S::kMoveRegisters ? 1 : 2>(a, m, item, item.place, warp, 2, by);
     }
     __syncwarp();
-    if (by.lane() == 0) {
-      barrier_arrive(&m.query_full[k & 1]);
-      barrier_arrive(&m.item_empty[k & 1]);
-    }
+    warp_arrive(&m.query_full[k & 1], by.lane());
+    warp_arrive(&m.item_empty[k & 1], by.lane());
   }
 }

@@ -157,7 +157,7 @@ K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCurso
     const bool changed = __any_sync(kFullWarp, (factor.x != 1.0f || factor.y != 1.0f) && !first);
     if (piece == 0 && lane == 0) m.rescale[buffer] = changed;
     __syncwarp();
-    if (S::kSets > 1 && lane == 0) barrier_arrive(&m.top_full[buffer]);   // of all four: all have read the other set's m
+    if (S::kSets > 1) warp_arrive(&m.top_full[buffer], lane);   // of all four: all have read the other set's m
     K3_UNROLL
     for (int n = 0; n < kUse; ++n) {
       const float2 scale = *(const float2*)&m.scale[place + n * 8 + 2 * t];
@@ -170,7 +170,7 @@ K3_DEVICE void mla_score_item(MlaSmem<S>& m, int k, int set, int piece, MlaCurso
     if (edge) mla_clear_hidden<S>(m, c, page, m.item[k & 1], piece * kWarpSize + lane);
     fence_copies();
     __syncwarp();
-    if (lane == 0) barrier_arrive(&m.weight_full[buffer]);
+    warp_arrive(&m.weight_full[buffer], lane);
   }
 }
 
@@ -187,9 +187,7 @@ K3_DEVICE void mla_score(MlaSmem<S>& m, int set, int piece, int lane) {
     else if (S::kFew < S::kMiddle && columns <= 8 * S::kMiddle) mla_score_item<S, S::kMiddle>(m, k, set, piece, c, count, lane);
     else mla_score_item<S, S::kTiles>(m, k, set, piece, c, count, lane);
     __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(&m.query_empty[k & 1]);
-      barrier_arrive(&m.item_empty[k & 1]);
-    }
+    warp_arrive(&m.query_empty[k & 1], lane);
+    warp_arrive(&m.item_empty[k & 1], lane);
   }
 }

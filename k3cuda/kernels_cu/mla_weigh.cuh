@@ -139,9 +139,13 @@ K3_DEVICE void mla_weigh_item(const MlaAttend& a, MlaSmem<S>& m, int k, int warp
     mla_weigh_products<S, kUse>(m, o, at, c, weights, pieces, lane);
     __syncwarp();
     MlaCursor mine = c;
+#ifdef K3_SANITIZE
+    for (int piece = 0; piece < pieces; ++piece, mine.step<S::kRing>(1)) warp_arrive(&m.empty[mine.at], lane);
+#else   // a lane for each piece says that the warp has left it
     mine.step<S::kRing>(lane % 4);
     if (lane < pieces) barrier_arrive(&m.empty[mine.at]);
-    if (lane == 0) barrier_arrive(&m.weight_empty[buffer]);
+#endif
+    warp_arrive(&m.weight_empty[buffer], lane);
     c.step<S::kRing>(pieces);
   }
   // What is needed only now is read only now: registers are short above.
@@ -163,7 +167,7 @@ K3_DEVICE void mla_weigh(const MlaAttend& a, MlaSmem<S>& m, int warp, int lane) 
     else if (S::kFew < S::kMiddle && columns <= 8 * S::kMiddle) mla_weigh_item<S, S::kMiddle>(a, m, k, warp, c, count, lane);
     else mla_weigh_item<S, S::kTiles>(a, m, k, warp, c, count, lane);
     __syncwarp();
-    if (lane == 0) barrier_arrive(&m.item_empty[k & 1]);
+    warp_arrive(&m.item_empty[k & 1], lane);
   }
 }
 
@@ -205,14 +209,14 @@ K3_DEVICE void mla_sum(const MlaAttend& a, MlaSmem<S>& m, int lane) {
             for (int j = 0; j < 2; ++j) m.result[k & 3][(n + i) * 8 + 2 * t + j] = {m.top[buffer][(n + i) * 8 + 2 * t + j], c[i][j]};
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(&m.weight_empty[buffer]);
+      warp_arrive(&m.weight_empty[buffer], lane);
     }
-    if (lane == 0) barrier_arrive(&m.sum_full[k & 3]);
+    warp_arrive(&m.sum_full[k & 3], lane);
     if ((S::kPartial || item.chunks > 1) && item.end > item.begin)
       K3_ROLLED
       for (int column = lane; column < item.columns; column += kWarpSize)
         a.top_sum[item.partial + column] = m.result[k & 3][column];
     __syncwarp();
-    if (lane == 0) barrier_arrive(&m.item_empty[k & 1]);
+    warp_arrive(&m.item_empty[k & 1], lane);
   }
 }

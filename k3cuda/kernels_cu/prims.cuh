@@ -215,10 +215,10 @@ K3_DEVICE void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar) {
 // compute-sanitizer every lane does: racecheck takes an arrival for that of the thread that makes it, and a __syncwarp before it for nothing.
 #ifdef K3_SANITIZE
 constexpr int kWarpArrivals = kWarpSize;
-K3_DEVICE void warp_arrive(u64* bar) { barrier_arrive(bar); }
+K3_DEVICE void warp_arrive(u64* bar, int) { barrier_arrive(bar); }
 #else
 constexpr int kWarpArrivals = 1;
-K3_DEVICE void warp_arrive(u64* bar) { if (lane_id() == 0) barrier_arrive(bar); }
+K3_DEVICE void warp_arrive(u64* bar, int lane) { if (lane == 0) barrier_arrive(bar); }
 #endif
 
 // ---- order between the kernels of a stream (programmatic dependent launch) ----
